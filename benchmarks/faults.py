@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from struck_workers import NUM_STEPS, PLACES, TEXT, Run, told_by, work
 
-from mirrorc.checkpoints.folders import read
+from mirrorc.checkpoints.checkpoint import read
 
 KINDS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "raise": signal.SIGUSR1}
 CLOSED_SECONDS = 5.0  # within which all end when a connection is closed; after the time to wait, if one hangs

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MethodType
@@ -19,36 +18,36 @@ from mirrorc.capture.front_ends.fallback import ladder_named
 from mirrorc.capture.model.function_module import FunctionModule, module_of_function, with_trained_modules
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.capture.model.refused_models import check_model
-from mirrorc.cluster.timeout import seconds_of
-from mirrorc.coordination.compile_round import JointCompilation
+from mirrorc.cluster.bounded_calls import seconds_of
+from mirrorc.coordination.compile_round import JointCompilation, joint_compilation
 from mirrorc.errors import PassError
 from mirrorc.ir.devices import Device
 from mirrorc.ir.links import check_link
 from mirrorc.ir.program import Program
 from mirrorc.ir.workers import ALONE, Workers, World
-from mirrorc.messages.problem import message, problem, with_line
-from mirrorc.messages.source_lines import users_stack_level
+from mirrorc.messages.problem import problem, with_line
+from mirrorc.messages.source_lines import warn
 from mirrorc.messages.wording import listed
-from mirrorc.options.algorithm import checked_algorithm
-from mirrorc.options.bucketing import planned_buckets
-from mirrorc.options.communication import Communication
+from mirrorc.options.communication import Communication, checked_algorithm, planned_buckets
 from mirrorc.options.compiler import Compiler
 from mirrorc.options.debug import Debug
 from mirrorc.options.dynamic_shapes import check_dynamic
 from mirrorc.options.gradient_clipping import ClipNorms, clipping
 from mirrorc.options.memory import Memory, activation_bound
-from mirrorc.options.mixed_precision import checked_autocast
 from mirrorc.options.option import Request
 from mirrorc.options.placement import placing
 from mirrorc.options.step_options import (
     LONGEST_WAIT_SECONDS,
     StepOptions,
+    check_devices_of_worker,
     check_loss_function,
+    checked_autocast,
     dump_directory,
+    joined_workers,
+    worker_devices,
 )
 from mirrorc.options.step_pipeline import step_pipeline
 from mirrorc.options.table import MODES, OPTIONS, Distributed, FiniteCheck, LossReduction, Mode, checked_arguments
-from mirrorc.options.worker_options import check_devices_of_worker, joined_workers, worker_devices
 from mirrorc.runtime.codegen.regions import Backend, backend_named
 from mirrorc.step import Step, module_calls_of
 from mirrorc.user.optimizer_groups import OptimizerGroups, check_optimizers
@@ -138,7 +137,7 @@ def compile(
     """
     arguments = {**locals()}
     del arguments["declared"]
-    with JointCompilation(distributed, communication) as joint:
+    with joint_compilation(distributed, communication) as joint:
         return make_step(arguments, declared, joint, ALONE)
 
 
@@ -217,7 +216,7 @@ def data_parallel(
     shared |= {"compiler": compiler, "debug": debug}
     arguments = {**OPTIONS.keywords, **shared, "model": model, "devices": devices}
     arguments |= {"loss_reduction": "sum", "return_outputs": True}
-    with JointCompilation(distributed, communication) as joint:
+    with joint_compilation(distributed, communication) as joint:
         options, state = step_options(arguments, {}, joint, ALONE, is_module=True)
         refuse_options_of_steps(options)
         step = Step(options, state)
@@ -257,22 +256,16 @@ def plan(
     if world is not None and not isinstance(world, World):
         raise TypeError(f"MC1001: world is {world!r:.60}: give mirrorc.World(num_workers=2), or None")
     if world is None and rank:
-        raise problem(
-            ValueError,
-            f"MC1003: rank={rank} needs world=",
-            fix="mirrorc.plan(..., world=mirrorc.World(num_workers=...))",
-        )
+        fix = "mirrorc.plan(..., world=mirrorc.World(num_workers=...))"
+        raise problem(ValueError, f"MC1003: rank={rank} needs world=", fix=fix)
     if options.get("distributed", "auto") != "auto":
-        raise problem(
-            ValueError,
-            "MC1003: distributed= cannot be used in a plan without world=",
-            "a plan joins no workers",
-            "mirrorc.plan(..., world=mirrorc.World(num_workers=2)), or leave distributed= out",
-        )
+        why = "a plan joins no workers"
+        fix = "mirrorc.plan(..., world=mirrorc.World(num_workers=2)), or leave distributed= out"
+        raise problem(ValueError, "MC1003: distributed= cannot be used in a plan without world=", why, fix)
     arguments = {**OPTIONS.keywords, **options, "model": model, "devices": devices}
     declared = {name: arguments.pop(name) for name in options.keys() - OPTIONS.keywords.keys()}
     args, kwargs = _call_of(batch)
-    with make_step(arguments, declared, None, world.worker(rank) if world is not None else ALONE) as step:
+    with make_step(arguments, declared, JointCompilation(), world.worker(rank) if world is not None else ALONE) as step:
         return step.prepare(*args, **kwargs)
 
 
@@ -289,7 +282,7 @@ def _call_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def make_step(
-    arguments: Mapping[str, Any], declared: Mapping[str, Any], joint: JointCompilation | None, workers: Workers
+    arguments: Mapping[str, Any], declared: Mapping[str, Any], joint: JointCompilation, workers: Workers
 ) -> Step:
     return Step(*step_options(arguments, declared, joint, workers))
 
@@ -297,18 +290,12 @@ def make_step(
 def step_options(
     arguments: Mapping[str, Any],
     declared: Mapping[str, Any],
-    joint: JointCompilation | None,
+    joint: JointCompilation,
     workers: Workers,
     *,
     is_module: bool = False,
 ) -> tuple[StepOptions, ModelState]:
-    """Checks the options of a step.
-
-    Args:
-        joint: the joined workers; None for `plan`.
-        workers: for `plan`.
-        is_module: for `data_parallel`.
-    """
+    """Checks the options of a step. `plan` has ``workers``, and others have ``joint``."""
     others = {name: value for name, value in arguments.items() if name not in ("model", "devices")}
     asked, remarks = checked_arguments(others, declared)
     check_loss_function(asked["loss_fn"])
@@ -316,7 +303,7 @@ def step_options(
     check_model(asked["model"], is_trained=not is_module)
     loss_fn = with_trained_modules(asked["loss_fn"], asked["model"], _optimized(asked["optimizer"]))
     devices = worker_devices(workers, arguments["devices"])
-    if joint is not None and joint.round is not None:
+    if joint.round is not None:
         workers = joined_workers(joint.round, devices, _longest_wait(asked))
     check_devices_of_worker(workers, devices, asked["disable"])
     request = Request(asked, workers, devices)
@@ -332,7 +319,7 @@ def step_options(
 
 def _chosen(
     request: Request,
-    joint: JointCompilation | None,
+    joint: JointCompilation,
     model_state: ModelState,
     loss_fn: Callable[..., Any] | None,
     remarks: Sequence[str],
@@ -369,8 +356,8 @@ def _chosen(
         scaler=scaler,
         autocast=checked_autocast(asked["autocast"], devices),
         program_workers=replace(workers, shards_optimizer=True) if shards_optimizer else workers,
-        cluster=joint.cluster if joint is not None else None,
-        compilation=joint.round if joint is not None else None,
+        cluster=joint.cluster,
+        compilation=joint.round,
         remarks=(*remarks, *pipeline_remarks),
         is_module=is_module,
     )
@@ -390,12 +377,9 @@ def _optimized(optimizers: Any) -> list[Any]:
 
 def _trained_module(function: Any, asked: Mapping[str, Any]) -> nn.Module:
     if isinstance(function, DataParallel):
-        raise problem(
-            TypeError,
-            "MC1201: model is a module of mirrorc.data_parallel already",
-            "it runs on its devices by itself",
-            "mirrorc.compile(model.module, ...), with the plain model",
-        )
+        why = "it runs on its devices by itself"
+        fix = "mirrorc.compile(model.module, ...), with the plain model"
+        raise problem(TypeError, "MC1201: model is a module of mirrorc.data_parallel already", why, fix)
     if isinstance(function, nn.Module) and asked["modules"] is None:
         return function
     if isinstance(function, nn.Module):
@@ -426,12 +410,9 @@ def _trained_module(function: Any, asked: Mapping[str, Any]) -> nn.Module:
         )
     for name in ("loss_fn", "return_outputs"):
         if asked[name]:
-            raise problem(
-                ValueError,
-                f"MC1003: {name}= cannot be used with a function in place of the model",
-                "the function computes the loss and what else it returns",
-                f"leave {name}= out",
-            )
+            why = "the function computes the loss and what else it returns"
+            fix = f"leave {name}= out"
+            raise problem(ValueError, f"MC1003: {name}= cannot be used with a function in place of the model", why, fix)
     return module_of_function(function, asked["modules"])
 
 
@@ -450,7 +431,7 @@ def _pipeline_parameters(request: Request, optimizers: OptimizerGroups, model_st
     same = ("order", "link", "microbatches", "check_finite", "early_update", "compression", "shard_optimizer")
     return {
         **{name: asked[name] for name in same},
-        "buckets": planned_buckets(asked["buckets"], workers, devices),
+        "buckets": planned_buckets(request),
         "algorithm": checked_algorithm(request),
         "over_workers": workers.are_several,
         "fused_groups": optimizers.fused(devices[0].torch_device.type),
@@ -465,15 +446,9 @@ def usable_backend(name: str, devices: Sequence[Device]) -> Backend:
     objection = backend.objection(devices[0].torch_device)
     if not objection:
         return backend
-    warnings.warn(
-        message(
-            f"MC1502: backend='eager' is used instead of {name!r}",
-            objection,
-            (
-                "apt-get install g++, or another C++ compiler",
-                "compiler=mirrorc.Compiler(backend='eager'), which does not warn",
-            ),
-        ),
-        stacklevel=users_stack_level(),
+    fix = (
+        "apt-get install g++, or another C++ compiler",
+        "compiler=mirrorc.Compiler(backend='eager'), which does not warn",
     )
+    warn(f"MC1502: backend='eager' is used instead of {name!r}", objection, fix)
     return backend_named("eager")

@@ -60,11 +60,8 @@ def all_gather(value: torch.Tensor) -> torch.Tensor:
     """
     _check_tensor(value, "all_gather")
     if value.dim() == 0:
-        raise problem(
-            ValueError,
-            "MC1701: all_gather puts rows one after the other, and a scalar has none",
-            fix="gather value[None]",
-        )
+        fix = "gather value[None]"
+        raise problem(ValueError, "MC1701: all_gather puts rows one after the other, and a scalar has none", fix=fix)
     return replica_collectives.all_gather_value(value)
 
 

@@ -64,11 +64,8 @@ class Collectives:
 
     def _run(self, tensor: torch.Tensor, launch: Callable[[], Any]) -> None:
         if not tensor.is_contiguous():
-            raise problem(
-                ValueError,
-                f"MC1507: a tensor of the strides {tensor.stride()} cannot be sent",
-                fix="give tensor.contiguous() to all_reduce or all_gather",
-            )
+            fix = "give tensor.contiguous() to all_reduce or all_gather"
+            raise problem(ValueError, f"MC1507: a tensor of the strides {tensor.stride()} cannot be sent", fix=fix)
         try:
             launch().wait()
         except RuntimeError as error:

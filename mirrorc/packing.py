@@ -140,26 +140,18 @@ def _check_cap(name: str, cap_mb: Any) -> None:
 
 
 def plan_of(buckets: Any) -> Plan:
-    """The plan for the user's ``buckets``. A number stands for `ByBytes` with this cap.
-
-    Raises:
-        TypeError: ``buckets`` is not a plan.
-        ValueError: the number is not positive.
-    """
+    """The plan for the user's ``buckets``. A number stands for `ByBytes` with this cap."""
     if isinstance(buckets, Real) and not isinstance(buckets, bool):
         _check_cap("buckets", buckets)
         return ByBytes(float(buckets))
     if isinstance(buckets, ByBytes | EqualPacks | EqualSplits) or (callable(buckets) and not isinstance(buckets, type)):
         return buckets
-    raise problem(
-        TypeError,
-        f"MC1001: buckets={buckets!r} is neither a size nor a way to pack",
-        fix=(
-            "buckets=25, in MiB",
-            "buckets=mirrorc.packing.ByBytes(cap_mb), EqualPacks(number) or EqualSplits(number)",
-            "give a function that takes a list of mirrorc.packing.Gradient and returns groups of their names",
-        ),
+    fix = (
+        "buckets=25, in MiB",
+        "buckets=mirrorc.packing.ByBytes(cap_mb), EqualPacks(number) or EqualSplits(number)",
+        "give a function that takes a list of mirrorc.packing.Gradient and returns groups of their names",
     )
+    raise problem(TypeError, f"MC1001: buckets={buckets!r} is neither a size nor a way to pack", fix=fix)
 
 
 def may_cut(buckets: Any) -> bool:
@@ -179,15 +171,7 @@ def check_order(order: Any) -> None:
 
 
 def in_order(gradients: Sequence[Gradient], order: GradientOrder, registered: Sequence[str]) -> list[Gradient]:
-    """The gradients in the user's order.
-
-    Args:
-        gradients: in the order of backward.
-        registered: names of the parameters, in the model's order.
-
-    Raises:
-        ValueError: a key function fails, or its keys cannot be compared or ordered.
-    """
+    """The gradients in the user's order, from that of backward. ``registered`` are the parameters in the model's order."""
     if order == "ready":
         return list(gradients)
     if order == "reversed":
@@ -204,12 +188,8 @@ def in_order(gradients: Sequence[Gradient], order: GradientOrder, registered: Se
     try:
         return [gradient for _, gradient in sorted(zip(keys, gradients, strict=True), key=lambda pair: pair[0])]
     except Exception as error:
-        raise problem(
-            ValueError,
-            "MC1506: order gives keys that cannot be compared",
-            str(error),
-            "give numbers, texts or tuples of them",
-        ) from error
+        fix = "give numbers, texts or tuples of them"
+        raise problem(ValueError, "MC1506: order gives keys that cannot be compared", str(error), fix) from error
 
 
 def _why_no_key(key: Any) -> str:
@@ -221,12 +201,7 @@ def _why_no_key(key: Any) -> str:
 
 
 def groups_of(groups: Groups, gradients: Sequence[Gradient]) -> list[list[Gradient]]:
-    """The groups of a user-defined plan.
-
-    Raises:
-        TypeError: the plan does not return groups of names.
-        ValueError: the plan fails; a name is missing, unknown or repeated; a group is empty or has two dtypes.
-    """
+    """The groups of a user-defined plan, checked: each gradient is in one, and each has gradients of one dtype."""
     plan = f"buckets={getattr(groups, '__name__', type(groups).__name__)}"
     try:
         named_groups = groups(list(gradients))
@@ -237,22 +212,16 @@ def groups_of(groups: Groups, gradients: Sequence[Gradient]) -> list[list[Gradie
     by_name = {gradient.name: gradient for gradient in gradients}
     names = [name for group in named_groups for name in group]
     if unknown := [name for name in names if not isinstance(name, str) or name not in by_name]:
-        raise problem(
-            ValueError,
-            f"MC1506: {plan} names {unknown[0]!r}, which has no gradient",
-            fix=f"use names of gradients: {', '.join(by_name)}",
-        )
+        fix = f"use names of gradients: {', '.join(by_name)}"
+        raise problem(ValueError, f"MC1506: {plan} names {unknown[0]!r}, which has no gradient", fix=fix)
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise problem(
             ValueError, f"MC1506: {plan} has {twice[0]!r} in two places", "a gradient is reduced once", "name it once"
         )
     if missing := [name for name in by_name if name not in set(names)]:
-        raise problem(
-            ValueError,
-            f"MC1506: {plan} puts {missing[0]!r} into no group",
-            "each gradient is in exactly one",
-            f"add the group [{missing[0]!r}]",
-        )
+        why = "each gradient is in exactly one"
+        fix = f"add the group [{missing[0]!r}]"
+        raise problem(ValueError, f"MC1506: {plan} puts {missing[0]!r} into no group", why, fix)
     resolved = [[by_name[name] for name in group] for group in named_groups]
     for group in resolved:
         dtypes = list(dict.fromkeys(gradient.dtype for gradient in group))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
@@ -13,30 +13,30 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from mirrorc.calls.call_lock import ExclusiveCalls
-from mirrorc.calls.gradient_calls import refuse_gradients, refuse_update
 from mirrorc.calls.module_calls import ModuleCalls
 from mirrorc.calls.program_runs import ProgramRuns
 from mirrorc.calls.reports import StepReports
-from mirrorc.calls.training import TrainingCalls
+from mirrorc.calls.training import TrainingCalls, refuse_gradients, refuse_update
 from mirrorc.calls.training_state import TrainingState
-from mirrorc.calls.zero_grad import ZeroableGradients
 from mirrorc.capture.call.signature import Signature
 from mirrorc.capture.model.function_module import FunctionModule
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.compilation.call_kind import Purpose
 from mirrorc.compilation.choices.saved_choices import SavedChoices
 from mirrorc.compilation.specializer import Specializer
-from mirrorc.coordination.coordinator import LocalCoordinator, coordinator_of
+from mirrorc.coordination.coordinator import Coordinator
+from mirrorc.coordination.team_coordinator import TeamCoordinator
 from mirrorc.coordination.uneven_inputs import JoinedStep, until_all_have_left
 from mirrorc.errors import ExecutionError
 from mirrorc.ir.program import Program
-from mirrorc.messages.problem import message, problem
-from mirrorc.messages.source_lines import users_stack_level
+from mirrorc.messages.problem import problem
+from mirrorc.messages.source_lines import warn
 from mirrorc.messages.wording import counted
 from mirrorc.options.step_options import StepOptions
 from mirrorc.runtime.devices.machine import measured_machine
 from mirrorc.runtime.execution.interrupts import InterruptGuard
 from mirrorc.runtime.profiling.prediction import Foundations
+from mirrorc.runtime.state.gradients.accumulated_gradients import AccumulatedGradients
 from mirrorc.runtime.state.optimizers.loss_scale import LossScale
 from mirrorc.runtime.state.replica_check import make_state
 from mirrorc.runtime.state.shared.shared_state import held_state
@@ -73,11 +73,13 @@ class Step(StepReports):
         interrupts = InterruptGuard()
         self._lock = ExclusiveCalls(interrupts, state.callers, is_module=options.is_module)
         self._modes = CallersModes(captures=options.ladder.names[0] != "autograd")
-        pending = ZeroableGradients(state.accumulated, model.tensors, self._lock)
+        pending = _ZeroableGradients(state.accumulated, model.tensors, self._lock)
         self._habits = GradientHabits(model.parameters.values(), options.optimizers, pending)
         state.optimizers.user_steps.tell_when_idle(self._habits.warn_of_idle_step)
         try:
-            self._coordinator = coordinator_of(options, model, state)
+            self._coordinator = Coordinator(options.timeout_seconds)
+            if options.cluster is not None:
+                self._coordinator = TeamCoordinator(options, model, state)
         except BaseException:  # other workers do not compile this step
             state.close()
             raise
@@ -89,37 +91,24 @@ class Step(StepReports):
         choices = SavedChoices(specializer.choices.exchange, options)
         self._training_state = TrainingState(options, model, state, choices, specializer.sizes)
         self._training = TrainingCalls(
-            self._signature,
-            state,
-            self._specializer,
-            self._coordinator,
-            runs,
-            self._lock,
-            self._habits,
-            self._modes,
+            self._signature, state, self._specializer, self._coordinator, runs, self._lock, self._habits, self._modes
         )
 
     def __getattr__(self, name: str) -> Any:
         if name == "synchronize":
-            raise problem(
-                AttributeError,
-                "MC1006: a step has no synchronize() any more",
-                "nothing is in flight when a call returns",
-                "leave step.synchronize() out",
-            )
+            why = "nothing is in flight when a call returns"
+            fix = "leave step.synchronize() out"
+            raise problem(AttributeError, "MC1006: a step has no synchronize() any more", why, fix)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and not hasattr(type(self), name):
-            raise problem(
-                AttributeError,
-                f"MC1601: step.{name} cannot be set",
-                "options are fixed by mirrorc.compile()",
-                (
-                    f"mirrorc.compile(..., {name}=...), for an option",
-                    "optimizer.param_groups, for the learning rate and the like",
-                ),
+            why = "options are fixed by mirrorc.compile()"
+            fix = (
+                f"mirrorc.compile(..., {name}=...), for an option",
+                "optimizer.param_groups, for the learning rate and the like",
             )
+            raise problem(AttributeError, f"MC1601: step.{name} cannot be set", why, fix)
         super().__setattr__(name, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -186,12 +175,9 @@ class Step(StepReports):
         """
         refuse_update(self._options)
         if self._options.cuda_graphs:
-            raise problem(
-                ExecutionError,
-                "MC1003: step.accumulate() cannot be used with cuda_graphs=True",
-                "a graph replays the weights of one number of examples",
-                "compiler=mirrorc.Compiler(cuda_graphs=False)",
-            )
+            why = "a graph replays the weights of one number of examples"
+            fix = "compiler=mirrorc.Compiler(cuda_graphs=False)"
+            raise problem(ExecutionError, "MC1003: step.accumulate() cannot be used with cuda_graphs=True", why, fix)
         return self._train(args, kwargs, lambda: Purpose.ACCUMULATION)
 
     def join(self) -> AbstractContextManager[None]:
@@ -211,7 +197,11 @@ class Step(StepReports):
 
     def joined(self) -> list[JoinedStep]:
         """A list with this step for `mirrorc.join`; empty in a process on its own."""
-        return self._coordinator.joined_steps(self._training.take_part, self._exclusively, lambda: self._lock.is_closed)
+        coordinator = self._coordinator
+        if not isinstance(coordinator, TeamCoordinator):
+            return []
+        take_part = functools.partial(self._exclusively, lambda: self._training.take_part(coordinator))
+        return [JoinedStep(coordinator, take_part, self._exclusively, lambda: self._lock.is_closed)]
 
     def gather_optimizer_state(self) -> None:
         """Gathers the whole optimizer state into the user's optimizers, on all workers, until the next training call.
@@ -297,26 +287,18 @@ class Step(StepReports):
         if workers.are_several:
             devices += f" of worker {workers.rank} of {workers.num_workers}"
         num_programs = self._specializer.num_programs
-        state = (
-            "closed"
-            if self._lock.is_closed
-            else f"{counted(num_programs, 'compiled program')}"
-            if num_programs
-            else "not compiled yet"
-        )
+        state = counted(num_programs, "compiled program") if num_programs else "not compiled yet"
+        state = "closed" if self._lock.is_closed else state
         state += f", {self._state.accumulated}" if self._state.accumulated.num_calls else ""
         return f"<Step of {type(self._options.model).__name__} on {devices}, backend {self._options.backend.name}: {state}>"
 
     def __reduce__(self) -> NoReturn:
-        raise problem(
-            TypeError,
-            "MC1602: a compiled step cannot be copied or pickled",
-            "it has threads, and it trains one model",
-            (
-                "copy.deepcopy((model, optimizer)), which are up to date after every step, and compile the copy",
-                "mirrorc.save_checkpoint(step, 'run/last')",
-            ),
+        why = "it has threads, and it trains one model"
+        fix = (
+            "copy.deepcopy((model, optimizer)), which are up to date after every step, and compile the copy",
+            "mirrorc.save_checkpoint(step, 'run/last')",
         )
+        raise problem(TypeError, "MC1602: a compiled step cannot be copied or pickled", why, fix)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Program:
         """Compiles for a batch like this one, without training on it.
@@ -354,7 +336,7 @@ class Step(StepReports):
         compiled, shards = self._specializer.specialization_for(call, shards, purpose=Purpose.EVALUATION)
         self._lock.check_open()
         compiled.executor.state.prepare_for(compiled.executor.program)
-        self._runs.run(compiled, shards, LocalCoordinator(self._options.timeout_seconds))
+        self._runs.run(compiled, shards, Coordinator(self._options.timeout_seconds))
         return self._result(*compiled.evaluated(call, shards))
 
     def close(self) -> None:
@@ -365,16 +347,13 @@ class Step(StepReports):
         """
         accumulated = self._state.accumulated
         if accumulated.num_calls and not self._lock.is_closed:
-            warnings.warn(
-                message(
-                    f"MC3206: the step was closed in the middle of an accumulation: {accumulated} made no update",
-                    "the call that ends an accumulation makes the update",
-                    (
-                        "step(x, y) for the last part, before step.close() or the end of the with block",
-                        "step.zero_grad(), to drop what is kept",
-                    ),
+            warn(
+                f"MC3206: the step was closed in the middle of an accumulation: {accumulated} made no update",
+                "the call that ends an accumulation makes the update",
+                (
+                    "step(x, y) for the last part, before step.close() or the end of the with block",
+                    "step.zero_grad(), to drop what is kept",
                 ),
-                stacklevel=users_stack_level(),
             )
         self._close()
 
@@ -401,6 +380,27 @@ class Step(StepReports):
             if error is not None:
                 self._coordinator.note_failure(error)
             self._close()
+
+
+class _ZeroableGradients:
+    """Drops accumulated gradients at the user's ``zero_grad`` of an optimizer or model, except during a call."""
+
+    def __init__(
+        self, accumulated: AccumulatedGradients, tensors: Mapping[str, torch.Tensor], calls: ExclusiveCalls
+    ) -> None:
+        self._accumulated, self._tensors, self._calls = accumulated, tensors, calls
+
+    @property
+    def has_any(self) -> bool:
+        return self._accumulated.num_calls > 0
+
+    def first_of(self, ids: Collection[int]) -> str | None:
+        names = self._accumulated.names
+        return next((name for name, tensor in self._tensors.items() if id(tensor) in ids and name in names), None)
+
+    def drop(self, ids: Collection[int]) -> None:
+        if not self._calls.is_any_running:
+            self._accumulated.drop({name for name, tensor in self._tensors.items() if id(tensor) in ids})
 
 
 def module_calls_of(step: Step, reduction: str) -> ModuleCalls:
@@ -436,23 +436,14 @@ def join(*steps: Step) -> AbstractContextManager[None]:
     others = [step for step in steps if not isinstance(step, Step)]
     if others or not steps:
         received = f"was given a {type(others[0]).__name__}" if others else "was given nothing"
-        raise problem(
-            TypeError,
-            f"MC1603: mirrorc.join {received}",
-            fix="mirrorc.join(d_step, g_step), the steps that the block calls",
-        )
+        fix = "mirrorc.join(d_step, g_step), the steps that the block calls"
+        raise problem(TypeError, f"MC1603: mirrorc.join {received}", fix=fix)
     if len(set(map(id, steps))) < len(steps):
-        raise problem(
-            ValueError,
-            "MC1603: mirrorc.join was given a step twice",
-            fix="mirrorc.join(d_step, g_step), each once",
-        )
+        fix = "mirrorc.join(d_step, g_step), each once"
+        raise problem(ValueError, "MC1603: mirrorc.join was given a step twice", fix=fix)
     joined = [member for step in steps for member in step.joined()]
-    if len({id(member.calls.cluster) for member in joined}) > 1:
-        raise problem(
-            ValueError,
-            "MC1603: mirrorc.join was given steps of different workers",
-            "they cannot tell each other whose turn it is",
-            "communication=mirrorc.Communication(process_group=group), the same for all of them",
-        )
+    if len({id(member.coordinator.team.cluster) for member in joined}) > 1:
+        why = "they cannot tell each other whose turn it is"
+        fix = "communication=mirrorc.Communication(process_group=group), the same for all of them"
+        raise problem(ValueError, "MC1603: mirrorc.join was given steps of different workers", why, fix)
     return until_all_have_left(joined)

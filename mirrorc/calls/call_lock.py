@@ -81,11 +81,8 @@ class ExclusiveCalls:
 
     def check_open(self) -> None:
         if self.is_closed:
-            raise problem(
-                ExecutionError,
-                f"MC5003: the {self._kind} is closed: its threads have ended",
-                fix=f"{self._maker}(...), which makes a new one",
-            )
+            fix = f"{self._maker}(...), which makes a new one"
+            raise problem(ExecutionError, f"MC5003: the {self._kind} is closed: its threads have ended", fix=fix)
 
     def close(self, interrupt: Callable[[], None], end_threads: Callable[[], None]) -> None:
         """Refuses further calls. Interrupts a call in another thread, and waits up to 5 seconds for its end."""

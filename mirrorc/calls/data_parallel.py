@@ -30,12 +30,9 @@ def refuse_options_of_steps(options: StepOptions) -> None:
     }
     for option, is_given in refused.items():
         if is_given:
-            raise problem(
-                ValueError,
-                f"MC1003: {option} cannot be used by data_parallel",
-                "it concerns the update, which your own optimizer makes here",
-                (f"leave {option} out", f"mirrorc.compile(...), which takes {option}"),
-            )
+            why = "it concerns the update, which your own optimizer makes here"
+            fix = (f"leave {option} out", f"mirrorc.compile(...), which takes {option}")
+            raise problem(ValueError, f"MC1003: {option} cannot be used by data_parallel", why, fix)
 
 
 class DataParallel(nn.Module):
@@ -78,12 +75,9 @@ class DataParallel(nn.Module):
                 else is a `PerReplica`.
         """
         if self.module is not self._captured:
-            raise problem(
-                ValueError,
-                "MC1206: model.module was replaced since mirrorc.data_parallel()",
-                "the module runs what was there before",
-                "model = mirrorc.data_parallel(model.module, ...), for the new one",
-            )
+            why = "the module runs what was there before"
+            fix = "model = mirrorc.data_parallel(model.module, ...), for the new one"
+            raise problem(ValueError, "MC1206: model.module was replaced since mirrorc.data_parallel()", why, fix)
         return self._forward(args, kwargs)
 
     @property
@@ -122,15 +116,11 @@ class DataParallel(nn.Module):
         self.close()
 
     def close(self) -> None:
-        """Ends the threads. The model keeps its values. This module cannot be called again, and a pending backward
-        fails.
-        """
+        """Ends the threads. The model keeps its values. Calls of this module and pending backwards fail from now on."""
         self._close()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads the state of the plain model. ``assign=True`` is refused, because the parameters must stay the same
-        tensors.
-        """
+        """Loads the state of the plain model. ``assign=True`` is refused, as the parameters must stay the same tensors."""
         if assign:
             _refuse_assigned()
         return self.module.load_state_dict(state_dict, strict)
@@ -162,12 +152,9 @@ def _with_prefix(module: nn.Module, state: dict[str, Any], prefix: str, metadata
 
 
 def _refuse_assigned() -> NoReturn:
-    raise problem(
-        ValueError,
-        "MC1206: load_state_dict(assign=True) would replace the parameters",
-        "the programs read what was there before",
-        ("model.load_state_dict(state)", "load the plain model, before mirrorc.data_parallel()"),
-    )
+    why = "the programs read what was there before"
+    fix = ("model.load_state_dict(state)", "load the plain model, before mirrorc.data_parallel()")
+    raise problem(ValueError, "MC1206: load_state_dict(assign=True) would replace the parameters", why, fix)
 
 
 def _rename(state: dict[str, Any], before: str, after: str) -> None:

@@ -22,22 +22,16 @@ RunBackward = Callable[["ForwardRun", Sequence[torch.Tensor | None]], list[torch
 
 @dataclass(eq=False)
 class ForwardRun:
-    """A forward that has run, and waits for its backward.
-
-    Attributes:
-        outputs: gathered outputs by name; a list with one per replica if they are not combined.
-        kept: the values that each replica saves for backward; None after backward.
-        likes: tensors without memory, for the results of `_Outputs`.
-    """
+    """A forward that has run, and waits for its backward."""
 
     call: Call
     compiled: Specialization
     shards: Shards
-    outputs: dict[str, Any]
-    kept: list[list[torch.Tensor]] | None
+    outputs: dict[str, Any]  # gathered, by name; a list with one for each replica if they are not combined
+    kept: list[list[torch.Tensor]] | None  # the values that each replica saves for backward; None after it
     draws: Draws
     differentiable: frozenset[str]
-    likes: list[torch.Tensor] = field(default_factory=list)
+    likes: list[torch.Tensor] = field(default_factory=list)  # without memory, for the results of `_Outputs`
 
     @property
     def backward(self) -> Backward | None:
@@ -93,9 +87,8 @@ def outputs_in_autograd(
 ) -> dict[str, Any]:
     """The outputs that need a gradient, by name, as results of one autograd node.
 
-    Args:
-        read: tensors that backward reads again; autograd refuses a backward if they were modified.
-        inputs: the tensors whose gradients ``run_backward`` returns.
+    Backward reads the tensors ``read`` again; autograd refuses it if they were modified. ``run_backward`` returns
+    gradients of ``inputs``.
     """
     results = run.by_output(_Outputs.apply(run, run_backward, read, *inputs))
     return {name: values if run.is_apart(name) else values[0] for name, values in results.items()}

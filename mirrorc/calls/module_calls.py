@@ -17,8 +17,7 @@ from mirrorc.capture.call.signature import Signature
 from mirrorc.compilation.call_kind import Purpose
 from mirrorc.compilation.program_cache import Backward, Specialization
 from mirrorc.compilation.specializer import Specializer
-from mirrorc.coordination.coordinator import Coordinator, LocalCoordinator
-from mirrorc.coordination.team_coordinator import Retry
+from mirrorc.coordination.coordinator import Coordinator, Retry
 from mirrorc.custom_ops.eager_calls import UsedParameters
 from mirrorc.errors import CommunicationError, ExecutionError
 from mirrorc.ir.program import Program
@@ -54,7 +53,7 @@ class ModuleCalls:
         self._signature, self._state, self._specializer, self._runs = signature, state, specializer, runs
         self._coordinator, self._modes, self._exclusively = coordinator, modes, exclusively
         self._reduction = reduction
-        self._alone = LocalCoordinator(timeout_seconds)  # for forward, which workers run alone
+        self._alone = Coordinator(timeout_seconds)  # for forward, which workers run alone
         self._have_met = coordinator.team is None
         self._meets = False  # whether a forward has exchanged values with other workers
         self._last_share = -1, 1.0  # the number of the last backward, and the weight of this worker in it

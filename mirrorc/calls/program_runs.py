@@ -27,22 +27,16 @@ class Draws:
 
 
 class ProgramRuns:
-    """Runs programs, one at a time, at most ``step_seconds`` each.
-
-    Attributes:
-        pool: None before the first run.
-        last: the program of the last call or of `prepare`.
-        draws: seed and numbers of the last run.
-    """
+    """Runs programs, one at a time, at most ``step_seconds`` each."""
 
     def __init__(self, options: StepOptions, num_threads: int, step_seconds: float, interrupts: InterruptGuard) -> None:
         self._options, self._num_threads, self._step_seconds = options, num_threads, step_seconds
         self._interrupts = interrupts
-        self.pool: DevicePool | None = None
-        self.last: Executor | None = None
+        self.pool: DevicePool | None = None  # None before the first run
+        self.last: Executor | None = None  # of the last call or of `prepare`
         self.last_update: Executor | None = None
         self.num_updates = 0
-        self.draws = Draws()
+        self.draws = Draws()  # of the last run
         # In the order of their last calls. Other threads read this while a step runs. Weak, as the cache may drop programs.
         self._called: tuple[weakref.ref[Executor], ...] = ()
         self._main: Executor | None = None
@@ -54,9 +48,7 @@ class ProgramRuns:
 
     @property
     def main(self) -> Executor | None:
-        """The program with the most updates, the last to run if several have as many. Before any update, the last
-        called.
-        """
+        """The program with the most updates, the last to run among equals. Before any update, the last called."""
         return self._main or self.last
 
     def note_prepared(self, executor: Executor) -> None:
@@ -85,42 +77,25 @@ class ProgramRuns:
         generator_state = torch.get_rng_state() if executor.needs_seed else None
         undo_step = compiled.guards.begin_step()
         try:
-            return self._run_committing(compiled, shards, compiled.numbers(), coordinator)
+            numbers = compiled.numbers()
+            seed = coordinator.seed(int(torch.randint(2**62, (), dtype=torch.int64)) if executor.needs_seed else None)
+            self.draws = Draws(seed, numbers)
+            examples = coordinator.examples(sum(shards.num_examples))
+            is_mean = self._options.loss_reduction == "mean"
+            weights = [n / examples.of_all if is_mean else float(n > 0) for n in shards.num_examples]
+            self._note_call(executor)
+            with coordinator.random_stream(executor.program):
+                pool, sizes = self._running_pool(), compiled.sizes_of(shards)
+                loss = executor.run(pool, shards.tensors, weights, examples, seed, self._interrupts, numbers, sizes)
+            if executor.updates:
+                self._note_update(executor)
+            return coordinator.reduce_loss(executor, loss, compiled.loss_dtype)
         except BaseException:
-            if generator_state is not None and not executor.commit.is_decided:
-                torch.set_rng_state(generator_state)
             if not executor.commit.is_decided:
+                if generator_state is not None:
+                    torch.set_rng_state(generator_state)
                 undo_step()
             raise
-
-    def _run_committing(
-        self,
-        compiled: Specialization,
-        shards: Shards,
-        numbers: Sequence[Sequence[int | float]],
-        coordinator: Coordinator,
-    ) -> torch.Tensor | None:
-        options, executor = self._options, compiled.executor
-        seed = coordinator.seed(int(torch.randint(2**62, (), dtype=torch.int64)) if executor.needs_seed else None)
-        self.draws = Draws(seed, numbers)
-        examples = coordinator.examples(sum(shards.num_examples))
-        is_mean = options.loss_reduction == "mean"
-        weights = [n / examples.of_all if is_mean else float(n > 0) for n in shards.num_examples]
-        self._note_call(executor)
-        with coordinator.random_stream(executor.program):
-            loss = executor.run(
-                self._running_pool(),
-                shards.tensors,
-                weights,
-                examples,
-                seed,
-                self._interrupts,
-                numbers,
-                compiled.sizes_of(shards),
-            )
-        if executor.updates:
-            self._note_update(executor)
-        return coordinator.reduce_loss(executor, loss, compiled.loss_dtype)
 
     def run_backward(
         self,

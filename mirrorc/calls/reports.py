@@ -70,9 +70,7 @@ class StepReports(ABC):
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """The compiled programs, one for each kind of call and sizes of arguments; the program of the last call comes
-        last.
-        """
+        """The compiled programs, one for each kind of call and sizes of arguments; that of the last call comes last."""
         return tuple(executor.program for executor in self._runs.called)
 
     def _executor_of(self, program: Program | None) -> Executor:
@@ -85,11 +83,8 @@ class StepReports(ABC):
             return main
         executor = next((executor for executor in self._runs.called if executor.program is program), None)
         if executor is None:
-            raise problem(
-                ValueError,
-                "MC5005: the program that was given is not one of this step",
-                fix=("program=None, for the main one", "one of .programs, of this step or module"),
-            )
+            fix = ("program=None, for the main one", "one of .programs, of this step or module")
+            raise problem(ValueError, "MC5005: the program that was given is not one of this step", fix=fix)
         return executor
 
     @property
@@ -139,11 +134,8 @@ class StepReports(ABC):
         """
         program = (self._runs.last_update or self._executor_of(None)).program
         if not program.workers.are_several:
-            raise problem(
-                ExecutionError,
-                "MC5005: nothing is exchanged: there is no worker besides this one",
-                fix="torchrun --nproc-per-node=2 train.py",
-            )
+            fix = "torchrun --nproc-per-node=2 train.py"
+            raise problem(ExecutionError, "MC5005: nothing is exchanged: there is no worker besides this one", fix=fix)
         return schedule_hash(program)
 
     @property
@@ -195,12 +187,9 @@ class StepReports(ABC):
             self._state.results, last.program, num_groups, is_skipped=last.commit.is_skipped
         )
         if norms is None:
-            raise problem(
-                ExecutionError,
-                "MC5005: no norm was measured yet",
-                "a training call measures it, if the step was compiled with clip_grad_norm=",
-                ("step(x, y) first", "mirrorc.compile(..., clip_grad_norm=math.inf), which only measures"),
-            )
+            why = "a training call measures it, if the step was compiled with clip_grad_norm="
+            fix = ("step(x, y) first", "mirrorc.compile(..., clip_grad_norm=math.inf), which only measures")
+            raise problem(ExecutionError, "MC5005: no norm was measured yet", why, fix)
         return norms
 
     def explain(self, program: Program | None = None) -> Explanation:
@@ -334,24 +323,18 @@ class StepReports(ABC):
             executor = main
         executor = executor or (self._runs.main if program is None else None)
         if self._options.cuda_graphs:
-            raise problem(
-                ExecutionError,
-                "MC5005: no step was recorded",
-                "with cuda_graphs=True a step is one launch, and none of its calls has a time",
-                (
-                    "compiler=mirrorc.Compiler(cuda_graphs=False), to see where the time goes",
-                    "with torch.profiler.profile() as profile:, around the calls",
-                ),
+            why = "with cuda_graphs=True a step is one launch, and none of its calls has a time"
+            fix = (
+                "compiler=mirrorc.Compiler(cuda_graphs=False), to see where the time goes",
+                "with torch.profiler.profile() as profile:, around the calls",
             )
+            raise problem(ExecutionError, "MC5005: no step was recorded", why, fix)
         if executor is not None and executor.recorder is None:
             does = "accumulates gradients" if executor.program.trains else "evaluates"
             does = "leaves gradients to its caller" if executor.program.leaves_gradients else does
-            raise problem(
-                ExecutionError,
-                f"MC5005: this program {does}, so no call of it was recorded",
-                "only programs that update parameters are timed",
-                (f"{self._first_calls[0]} first, and program=None", "with torch.profiler.profile() as profile:"),
-            )
+            why = "only programs that update parameters are timed"
+            fix = (f"{self._first_calls[0]} first, and program=None", "with torch.profiler.profile() as profile:")
+            raise problem(ExecutionError, f"MC5005: this program {does}, so no call of it was recorded", why, fix)
         steps = recorded_steps(executor.recorder if executor is not None else None, self._first_calls[0])
         assert executor is not None, "a step without a program has no recorded steps"
         return executor, steps

@@ -1,4 +1,4 @@
-"""Training calls of a step."""
+"""Training calls of a step, and refusals of some: with options, gradients or an optimizer that do not fit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from mirrorc.calls.call_lock import ExclusiveCalls
-from mirrorc.calls.gradient_calls import refuse_odd_gradients
 from mirrorc.calls.program_runs import ProgramRuns
 from mirrorc.capture.call.call_arguments import Call
 from mirrorc.capture.call.shards import Shards, split_call
@@ -22,6 +21,8 @@ from mirrorc.coordination.team_coordinator import TeamCoordinator
 from mirrorc.errors import ExecutionError
 from mirrorc.ir.program import Program
 from mirrorc.messages.problem import problem
+from mirrorc.options.step_options import StepOptions
+from mirrorc.passes import CheckFinite, ClipGradients
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.torch_internals import as_subclass
@@ -85,12 +86,7 @@ class TrainingCalls:
         return compiled.executor.program
 
     def take_part(self, coordinator: TeamCoordinator) -> bool:
-        """Takes part, without examples, in one call of the other workers; False if there was no call.
-
-        Raises:
-            ExecutionError: this worker has made no call, or the other workers' call has other exchanges than its last
-                call.
-        """
+        """Takes part, without examples, in one call of the other workers; False if there was no call."""
         with coordinator.call(), self._specializer.choices.in_call():
             compiled = self._meet_without_examples(coordinator)
             if compiled is None:
@@ -116,7 +112,7 @@ class TrainingCalls:
             self._check_gradients()
 
     def _check_gradients(self) -> None:
-        refuse_odd_gradients(self._state.store.tensors)
+        _refuse_odd_gradients(self._state.store.tensors)
         if self._state.accumulated.num_calls:
             raise problem(
                 ExecutionError,
@@ -125,12 +121,9 @@ class TrainingCalls:
                 ("step(x, y) first, which ends the accumulation", "step.zero_grad(), to drop what is kept"),
             )
         if self._coordinator.is_in_block:
-            raise problem(
-                ExecutionError,
-                "MC6302: step.gradients() was called inside of step.join()",
-                "a worker that has left makes no updates of its own there",
-                "step.gradients(x, y) outside of step.join(), with as many batches on all workers",
-            )
+            why = "a worker that has left makes no updates of its own there"
+            fix = "step.gradients(x, y) outside of step.join(), with as many batches on all workers"
+            raise problem(ExecutionError, "MC6302: step.gradients() was called inside of step.join()", why, fix)
 
     def _compile(self, call: Call, shards: Shards, purpose: Purpose) -> CompiledCall:
         is_stale = self._state.optimizers.is_stale()
@@ -197,3 +190,59 @@ class TrainingCalls:
         self._lock.check_open()
         coordinator.take_part(compiled.executor, last)
         return compiled
+
+
+def refuse_gradients(options: StepOptions) -> None:
+    """Raises `ExecutionError` if an option would have no effect, because gradients are left to the user."""
+    passes = options.pipeline
+    refused = {
+        "clip_grad_norm= or clip_grad_value=": (
+            any(isinstance(entry, ClipGradients) for entry in passes),
+            "what p.grad has already would have to be clipped together with the new gradients",
+            "torch.nn.utils.clip_grad_norm_ or clip_grad_value_ after the call, in place of the option",
+        ),
+        "scaler=": (
+            options.scaler is not None,
+            "a step scales the loss and its own gradients, and these are yours",
+            "mirrorc.compile(..., autocast=torch.bfloat16), without scaler=",
+        ),
+        "check_finite='skip'": (
+            any(isinstance(entry, CheckFinite) and entry.otherwise == "skip" for entry in passes),
+            "the update is yours, and only you can skip it",
+            "check_finite=True, which raises an error and changes nothing",
+        ),
+        "cuda_graphs=True": (
+            options.cuda_graphs,
+            "a graph replays whole steps",
+            "compiler=mirrorc.Compiler(cuda_graphs=False)",
+        ),
+    }
+    for option, (is_present, why, fix) in refused.items():
+        if is_present:
+            raise problem(ExecutionError, f"MC1003: step.gradients() cannot be used with {option}", why, fix)
+
+
+def _refuse_odd_gradients(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises `ExecutionError` if a parameter has a gradient that torch cannot add to. Adding would fail half-way."""
+    for name, tensor in tensors.items():
+        gradient = tensor.grad if tensor.is_leaf else None
+        if gradient is None or gradient.layout is not torch.strided:
+            continue
+        overlaps = any(size > 1 and stride == 0 for size, stride in zip(gradient.shape, gradient.stride(), strict=True))
+        if overlaps or gradient.is_inference():
+            raise problem(
+                ExecutionError,
+                f"MC3209: nothing can be added to the gradient of parameter {name!r}",
+                "its elements share memory" if overlaps else "it was made in inference mode",
+                ("p.grad = None", "p.grad = p.grad.clone()"),
+            )
+
+
+def refuse_update(options: StepOptions) -> None:
+    """Raises `ValueError` if there is no optimizer."""
+    if not options.optimizers.optimizers:
+        fix = (
+            "optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3)",
+            "step.gradients(x, y), which leaves the gradients in p.grad for an optimizer of your own",
+        )
+        raise problem(ValueError, "MC1211: optimizer is missing: mirrorc.compile got none, and a step updates", fix=fix)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,11 +14,10 @@ from torch import nn
 from mirrorc.capture.call.dynamic_sizes import ChangingSizes
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.compilation.choices.saved_choices import SavedChoices
-from mirrorc.coordination.residual_checkpoint import unsent_of_worker
 from mirrorc.errors import ExecutionError
 from mirrorc.ir.devices import Device
 from mirrorc.messages.problem import problem
-from mirrorc.messages.source_lines import users_stack_level
+from mirrorc.messages.source_lines import warn
 from mirrorc.messages.wording import listed
 from mirrorc.options.step_options import StepOptions
 from mirrorc.passes import SendLargest, SendPayload
@@ -81,10 +79,11 @@ class TrainingState:
         replicas = common["replica_buffers"] if is_as_before else {}
         self._state.saved_buffers.check(replicas, self._state.store)
         if common["replica_buffers"] and not is_as_before:
-            self._warn(
+            text = (
                 f"the state has buffers of each replica of a run on {common['choices']['devices_per_worker']} devices, and this "
                 f"step has {self._choices.devices}: all replicas begin with the model's buffers"
             )
+            warn(text)
         self._load_values(common)
         self._state.saved_buffers.load_state_dict(replicas, self._state.store)
         self._state.accumulated.clear()
@@ -111,12 +110,9 @@ class TrainingState:
             )
         if bool(state["scaler"]) != (self._options.scaler is not None):
             has, lacks = ("the state", "this step") if state["scaler"] else ("this step", "the state")
-            raise problem(
-                ValueError,
-                f"MC7001: {has} has a scaler and {lacks} has none",
-                "its loss scale belongs to the state",
-                "mirrorc.compile(..., scaler=torch.amp.GradScaler()), or without scaler=, as the state was saved",
-            )
+            why = "its loss scale belongs to the state"
+            fix = "mirrorc.compile(..., scaler=torch.amp.GradScaler()), or without scaler=, as the state was saved"
+            raise problem(ValueError, f"MC7001: {has} has a scaler and {lacks} has none", why, fix)
 
     def _load_values(self, state: Mapping[str, Any]) -> None:
         """Restores all values if one fails to load."""
@@ -148,10 +144,11 @@ class TrainingState:
         num_before = max(one["num_workers"] for one in workers)
         if not is_compressed or self._num_workers == 1:
             if any(value.count_nonzero() for one in workers for value in one["unsent"].values()):
-                self._warn(
+                text = (
                     f"the state has gradients that {num_before} workers had not sent, and this step sends all of its gradients: "
                     "they are lost. Go on with the compression= of the earlier run, over several workers, to add them"
                 )
+                warn(text)
             return lambda: None
         values: dict[str, torch.Tensor] = {}
         payload: dict[str, torch.Tensor] = {}
@@ -164,19 +161,12 @@ class TrainingState:
             values, payload = unsent_of_worker(workers, self._rank, self._num_workers, self._model.parameters)
         return lambda: self._state.unsent.load(values, payload)
 
-    @staticmethod
-    def _warn(text: str) -> None:
-        warnings.warn(text, stacklevel=users_stack_level())
-
 
 def _checked(state: Any) -> list[Mapping[str, Any]]:
     states = [state] if isinstance(state, Mapping) else state
     if not isinstance(states, Sequence) or isinstance(states, str) or not states:
-        raise problem(
-            TypeError,
-            f"MC7002: load_state_dict() of a step was given a {type(state).__name__}",
-            fix=("step.load_state_dict(state), with state = step.state_dict()", "a list of these, one of each worker"),
-        )
+        fix = ("step.load_state_dict(state), with state = step.state_dict()", "a list of these, one of each worker")
+        raise problem(TypeError, f"MC7002: load_state_dict() of a step was given a {type(state).__name__}", fix=fix)
     for one in states:
         if not isinstance(one, Mapping):
             raise problem(
@@ -227,6 +217,60 @@ def _told(verb: str, names: Iterable[str]) -> list[str]:
 
 def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def unsent_of_worker(
+    states: Sequence[Mapping[str, Any]], rank: int, num_workers: int, parameters: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Sums the residuals of each earlier rank r with ``r % num_workers == rank``. Returns them and the payloads' state.
+
+    The states are the entry ``worker`` of `mirrorc.Step.state_dict`, from each worker of the earlier run, in any order.
+    """
+    of_ranks, first = _checked_workers(states, parameters)
+    unsent: dict[str, torch.Tensor] = {}
+    for other in range(rank, len(of_ranks), num_workers):
+        for name, value in of_ranks[other].items():
+            unsent[name] = unsent[name] + value if name in unsent else value.detach().clone()
+    return unsent, {name: value.detach().clone() for name, value in first["state"].items()}
+
+
+def _checked_workers(
+    states: Sequence[Mapping[str, Any]], parameters: Mapping[str, torch.Tensor]
+) -> tuple[dict[int, Mapping[str, torch.Tensor]], Mapping[str, Any]]:
+    ranks, numbers = [state["rank"] for state in states], {state["num_workers"] for state in states}
+    if len(numbers) != 1 or sorted(ranks) != list(range(*numbers)):
+        raise problem(
+            ValueError,
+            "MC7006: the states are not those of all workers of one run, each once",
+            f"they are of the ranks {', '.join(map(str, ranks))} of runs with "
+            f"{', '.join(map(str, sorted(numbers)))} workers, so some gradients would be lost or added twice",
+            "give a list with what step.state_dict() gave on every worker of the run",
+        )
+    for state in states:
+        for name, value in state["unsent"].items():
+            parameter = parameters.get(name)
+            if (
+                parameter is None
+                or not isinstance(value, torch.Tensor)
+                or (parameter.shape, parameter.dtype) != (value.shape, value.dtype)
+            ):
+                has = f"{list(parameter.shape)} of {parameter.dtype}" if parameter is not None else "no such parameter"
+                raise problem(
+                    ValueError,
+                    f"MC7006: worker {state['rank']} had not sent all of the gradient of {name!r}, and its rest does not fit",
+                    f"it is no tensor like this model's parameter ({has})",
+                    "give states of a run of this model",
+                )
+        for name, value in state["state"].items():
+            if name not in parameters or not isinstance(value, torch.Tensor):
+                raise problem(
+                    ValueError,
+                    f"MC7006: worker {state['rank']} had a state of the payload of {name!r}, which does not fit",
+                    "it is no tensor for a parameter of this model",
+                    "give states of a run of this model",
+                )
+    first = next(state for state in states if state["rank"] == 0)
+    return {state["rank"]: state["unsent"] for state in states}, first
 
 
 def random_state(devices: Sequence[Device]) -> dict[str, Any]:

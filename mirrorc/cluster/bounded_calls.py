@@ -1,27 +1,29 @@
-"""Calls torch's stores with a timeout, so that Ctrl-C can interrupt."""
+"""Timeouts; calls of torch's stores with one, which Ctrl-C can interrupt."""
 
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
-
-
 _SECONDS_BETWEEN_LOOKS = 0.05
 
 
+def seconds_of(timeout: float | timedelta) -> float:
+    if isinstance(timeout, timedelta):
+        return timeout.total_seconds()
+    return float(max(0, min(timeout, sys.float_info.max)))  # a larger int is no float
+
+
 def in_bounded_time(function: Callable[[], _T], seconds: float, is_over: Callable[[], bool] | None = None) -> _T:
-    """Runs a function in a thread, because torch's waits for a store have no bound.
+    """Runs a function in a thread, because torch's waits for a store have no bound; the thread outlives the wait.
 
-    Args:
-        is_over: polled while waiting; True ends the wait early.
-
-    Raises:
-        TimeoutError: there is no result in time, or ``is_over`` returned True. The thread continues.
+    Raises TimeoutError without a result in time, or as soon as ``is_over``, which it polls, returns True.
     """
     results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 

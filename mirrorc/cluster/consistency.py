@@ -42,12 +42,6 @@ class Transport(Protocol):
         ...
 
 
-_SEE_WHAT_IT_DOES = (
-    "read the log of that worker: it has ended, hangs or is slow",
-    "communication=mirrorc.Communication(timeout=3600), to wait an hour",
-)
-
-
 def compare(topic: str, facts: Mapping[str, object], *, over: Transport, remedy: str = "") -> None:
     """Raises the same CommunicationError in all workers if their facts, or the facts' order, differ."""
     text = json.dumps([("", topic), *((name, str(value)) for name, value in facts.items())])
@@ -59,24 +53,11 @@ def compare(topic: str, facts: Mapping[str, object], *, over: Transport, remedy:
         raise CommunicationError(difference)
 
 
-def _nothing() -> None:
-    pass
-
-
 class StoreTransport:
-    """Exchanges facts through a store. Each comparison needs its own prefix of the store.
-
-    Args:
-        look: polled while waiting; its error ends the wait.
-    """
+    """Exchanges facts under a prefix of a store, one for each comparison. ``look`` is polled; its error ends the wait."""
 
     def __init__(
-        self,
-        store: Any,
-        workers: Sequence[Worker],
-        rank: int,
-        deadline: float,
-        look: Callable[[], object] = _nothing,
+        self, store: Any, workers: Sequence[Worker], rank: int, deadline: float, look: Callable[[], object]
     ) -> None:
         self.workers: Sequence[Worker] = workers
         self._store, self._rank, self._deadline, self._look = store, rank, deadline, look
@@ -84,16 +65,8 @@ class StoreTransport:
     def digests(self, topic: str, text: str) -> Sequence[int]:
         self._store.set(f"facts/{self._rank}", zlib.compress(text.encode()))
         self._store.set(f"digest/{self._rank}", str(digest(text)))
-        keys = [f"digest/{rank}" for rank in range(len(self.workers))]
-        late = _await(self._store, keys, self._deadline, self._look)
-        if late:
-            names = listed(worker for worker, key in zip(self.workers, keys, strict=True) if key in late)
-            raise problem(
-                CommunicationError,
-                f"MC6203: {names} did not come to compare {topic} with the other workers in time",
-                fix=_SEE_WHAT_IT_DOES,
-            )
-        digests = [int(self._store.get(key)) for key in keys]
+        fault = f"did not come to compare {topic} with the other workers in time"
+        digests = [*map(int, self._texts_of_all("digest", fault))]
         if len(set(digests)) == 1:
             self._await_readers()
         return digests
@@ -103,34 +76,31 @@ class StoreTransport:
         self._await_readers()
         return texts
 
+    def all_say(self, text: str) -> list[str]:
+        self._store.set(f"said/{self._rank}", text)
+        return self._texts_of_all("said", "did not answer in time", "all workers make this call together")
+
+    def _texts_of_all(self, prefix: str, fault: str, why: str = "") -> list[str]:
+        """Waits for a text of each worker under ``prefix``. ``fault`` says what late workers did not do."""
+        keys = missing = [f"{prefix}/{rank}" for rank in range(len(self.workers))]
+        while missing := [key for key in missing if not self._store.check([key])]:
+            if time.monotonic() > self._deadline:
+                names = listed(worker for worker, key in zip(self.workers, keys, strict=True) if key in missing)
+                fix = (
+                    "read the log of that worker: it has ended, hangs or is slow",
+                    "communication=mirrorc.Communication(timeout=3600), to wait an hour",
+                )
+                raise problem(CommunicationError, f"MC6203: {names} {fault}", why, fix)
+            self._look()
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        return [self._store.get(key).decode() for key in keys]
+
     def _await_readers(self) -> None:
         self._store.add("read", 1)
         if self._rank == 0:
             until = min(self._deadline, time.monotonic() + _LONGEST_READING_SECONDS)
             while self._store.add("read", 0) < len(self.workers) and time.monotonic() < until:
                 time.sleep(_SECONDS_BETWEEN_LOOKS)
-
-
-def all_say(
-    store: Any,
-    workers: Sequence[Worker],
-    rank: int,
-    text: str,
-    deadline: float,
-    look: Callable[[], object] = _nothing,
-) -> list[str]:
-    store.set(f"said/{rank}", text)
-    keys = [f"said/{other}" for other in range(len(workers))]
-    late = _await(store, keys, deadline, look)
-    if late:
-        names = listed(worker for worker, key in zip(workers, keys, strict=True) if key in late)
-        raise problem(
-            CommunicationError,
-            f"MC6203: {names} did not answer in time",
-            "all workers make this call together",
-            fix=_SEE_WHAT_IT_DOES,
-        )
-    return [store.get(key).decode() for key in keys]
 
 
 def first_difference(first: Worker, facts: Facts, other: Worker, other_facts: Facts, remedy: str = "") -> str:
@@ -149,13 +119,3 @@ def first_difference(first: Worker, facts: Facts, other: Worker, other_facts: Fa
 
 def _fact_text(fact: tuple[str, ...] | None) -> str:
     return f"{fact[0]}: {fact[1]}" if fact is not None else "nothing more"
-
-
-def _await(store: Any, keys: Sequence[str], deadline: float, look: Callable[[], object]) -> list[str]:
-    missing = list(keys)
-    while True:
-        missing = [key for key in missing if not store.check([key])]
-        if not missing or time.monotonic() > deadline:
-            return missing
-        look()
-        time.sleep(_SECONDS_BETWEEN_LOOKS)

@@ -26,26 +26,18 @@ _NUM_MESSAGES = "messages"
 
 @dataclass(frozen=True)
 class Pace:
-    """Time constants of a detector, in seconds.
-
-    Attributes:
-        silence: time without a new heartbeat after which a worker counts as lost.
-        longest_gap: the longest silence counted between two reads, because the reader itself may have been stopped.
-        sampling: time between two reads of the detector's thread; infinite if only the waiting thread reads.
-    """
+    """Time constants of a detector, in seconds."""
 
     interval: float
-    silence: float
-    longest_gap: float
-    sampling: float = float("inf")
+    silence: float  # without a new heartbeat, after which a worker counts as lost
+    longest_gap: float  # of silence counted between two reads, because the reader itself may have been stopped
+    sampling: float = float(
+        "inf"
+    )  # between two reads of the detector's thread; infinite if only the waiting thread reads
 
 
 class Messages:
-    """The workers' messages in a store. All workers read them in the same order.
-
-    Attributes:
-        gone: ranks of workers that need not read further messages.
-    """
+    """The workers' messages in a store, read by all in the same order, but by the ranks ``gone``."""
 
     def __init__(self, store: Any, num_workers: int, rank: int) -> None:
         self._store, self._num_workers, self._rank = store, num_workers, rank
@@ -206,9 +198,7 @@ class FailureDetector:
             time.sleep(_SECONDS_BETWEEN_TRIES)
 
     def _await_beats(self, seconds: float, is_known: Callable[[], bool]) -> list[int]:
-        """Returns the ranks without a new heartbeat, once all of them are silent. ``seconds`` bounds each answer of the
-        store.
-        """
+        """Returns ranks without a new heartbeat, once all are silent. ``seconds`` bounds each answer of the store."""
         earlier = in_bounded_time(self.beats.read, seconds)  # a beat since the last sample may precede the failure
         while True:
             beats = in_bounded_time(self.beats.read, seconds)

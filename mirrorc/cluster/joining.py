@@ -13,15 +13,12 @@ from typing import Any
 
 from torch import distributed
 
-from mirrorc.cluster.bounded_calls import in_bounded_time
+from mirrorc.cluster.bounded_calls import in_bounded_time, seconds_of
 from mirrorc.cluster.lost_in_rounds import Lookout, Presence, pace_of_rounds
 from mirrorc.cluster.membership import Worker, call_roll
-from mirrorc.cluster.place import Place
+from mirrorc.cluster.place import Place, place_by_tf_config, place_by_torchrun
 from mirrorc.cluster.rounds import Round
 from mirrorc.cluster.stores import SEE_STORE, open_store
-from mirrorc.cluster.tf_config import place_by_tf_config
-from mirrorc.cluster.timeout import seconds_of
-from mirrorc.cluster.torchrun import place_by_torchrun
 from mirrorc.errors import CommunicationError
 from mirrorc.messages.problem import problem
 
@@ -121,7 +118,7 @@ def find_place(process_group: Any = None, variables: Mapping[str, str] | None = 
         TypeError, ValueError: ``process_group`` is not a group, or lacks this process; or a variable is wrong, and the
             message names it.
     """
-    if process_group is not None or _is_initialised():
+    if process_group is not None or (distributed.is_available() and distributed.is_initialized()):
         return _place_in(process_group)
     variables = os.environ if variables is None else variables
     return place_by_torchrun(variables) or place_by_tf_config(variables) or Place()
@@ -195,22 +192,12 @@ def _roll_call_in_start(opened: Any, place: Place, deadline: float, number: int)
     return store, workers
 
 
-def _is_initialised() -> bool:
-    return distributed.is_available() and distributed.is_initialized()
-
-
 def _place_in(process_group: Any) -> Place:
     if process_group is not None and not (
         distributed.is_available() and isinstance(process_group, distributed.ProcessGroup)
     ):
-        raise problem(
-            TypeError,
-            f"MC6106: process_group is {process_group!r}",
-            fix=(
-                "leave process_group= out, for the default group",
-                "torch.distributed.new_group(ranks), with this one",
-            ),
-        )
+        fix = ("leave process_group= out, for the default group", "torch.distributed.new_group(ranks), with this one")
+        raise problem(TypeError, f"MC6106: process_group is {process_group!r}", fix=fix)
     rank, num_workers = distributed.get_rank(process_group), distributed.get_world_size(process_group)
     if rank < 0:
         raise problem(
@@ -251,11 +238,8 @@ def _await_start(store: Any, place: Place, deadline: float) -> int:
         if number and store.check([_heard(number)]) and int(store.get(_heard(number))) >= number_of_knock:
             return number
         if time.monotonic() > deadline:
-            raise problem(
-                CommunicationError,
-                f"MC6205: {place}: worker 0 did not come in time",
-                fix="start worker 0, with the same MASTER_ADDR and MASTER_PORT",
-            )
+            fix = "start worker 0, with the same MASTER_ADDR and MASTER_PORT"
+            raise problem(CommunicationError, f"MC6205: {place}: worker 0 did not come in time", fix=fix)
         time.sleep(_SECONDS_BETWEEN_LOOKS)
 
 

@@ -75,9 +75,7 @@ def cause_of_exit() -> str:
 
 
 def in_short(error: BaseException, longest: int | None = _LONGEST_TEXT) -> str:
-    """An error on one line. Long texts are cut in the middle, because DataLoader's tracebacks have the cause at the
-    end.
-    """
+    """An error on one line. Long texts are cut in the middle, because DataLoader's tracebacks end with the cause."""
     text = f"{error}".strip()
     if longest is not None and len(text) > longest:
         text = f"{text[: longest // 2]} … {text[-(longest // 2) :]}"

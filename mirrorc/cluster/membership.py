@@ -59,17 +59,11 @@ class Worker:
 
 
 def call_roll(
-    store: Any,
-    place: Place,
-    deadline: float,
-    while_waiting: Callable[[], object] = lambda: None,
+    store: Any, place: Place, deadline: float, while_waiting: Callable[[], object] = lambda: None
 ) -> list[Worker]:
-    """Waits for all workers. Returns them by rank.
+    """Waits for all workers, and returns them by rank; if one is late or does not match, all raise CommunicationError.
 
     The verdict comes from the first worker that sees all others, a mismatch or the deadline. Later workers are refused.
-
-    Raises:
-        CommunicationError: a worker is late or does not match, or the store was lost. All present workers raise it.
     """
     try:
         return _call_roll(store, place, deadline, Worker(place.rank, place.num_workers), while_waiting)

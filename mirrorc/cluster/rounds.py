@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import distributed
 
 from mirrorc.cluster.bounded_calls import in_bounded_time
-from mirrorc.cluster.consistency import StoreTransport, all_say, compare
+from mirrorc.cluster.consistency import StoreTransport, compare
 from mirrorc.cluster.lost_in_rounds import Lookout, in_short
 from mirrorc.cluster.membership import Worker
 from mirrorc.cluster.stores import SEE_STORE, first_line
@@ -29,10 +29,8 @@ _T = TypeVar("_T")
 
 
 class Round:
-    """A task of all workers, such as a compilation.
-
-    Args:
-        name: prefix of the round's keys in the store; equal on all workers, and unique.
+    """A task of all workers, such as a compilation. Its keys in the store have the prefix ``name``, equal on all
+    workers.
     """
 
     def __init__(
@@ -45,26 +43,14 @@ class Round:
 
     def check_same(self, topic: str, facts: Mapping[str, object], *, timeout_seconds: float) -> None:
         """See `Cluster.check_same`; also raises if a worker has failed in this round."""
-        self._meet(
-            lambda store, deadline: compare(
-                topic, facts, over=StoreTransport(store, self.workers, self.rank, deadline, self._look)
-            ),
-            f"compared {topic}",
-            timeout_seconds,
-        )
+        self._meet(lambda transport: compare(topic, facts, over=transport), f"compared {topic}", timeout_seconds)
 
     def all_say(self, text: str, *, timeout_seconds: float) -> list[str]:
         """As `Cluster.all_say`. Raises if a worker has failed in this round."""
-        return self._meet(
-            lambda store, deadline: all_say(store, self.workers, self.rank, text, deadline, self._look),
-            "spoke with the others",
-            timeout_seconds,
-        )
+        return self._meet(lambda transport: transport.all_say(text), "spoke with the others", timeout_seconds)
 
     def fail(self, error: BaseException) -> None:
-        """Ends the other workers' round with this error, unless another error came first. Raises nothing; takes a
-        bounded time.
-        """
+        """Ends the other workers' round with this error, if it is the first. Raises nothing; takes a bounded time."""
         text = message(
             f"MC6201: {self.workers[self.rank]} failed in {self._doing}, which all workers call together",
             in_short(error, None),
@@ -101,12 +87,13 @@ class Round:
         self._is_aware = True
         raise CommunicationError(text)
 
-    def _meet(self, function: Callable[[Any, float], _T], doing: str, timeout_seconds: float) -> _T:
+    def _meet(self, function: Callable[[StoreTransport], _T], doing: str, timeout_seconds: float) -> _T:
         store = distributed.PrefixStore(f"same/{next(self._num_comparisons)}", self._store)
         deadline = time.monotonic() + min(timeout_seconds, threading.TIMEOUT_MAX)
+        transport = StoreTransport(store, self.workers, self.rank, deadline, self._look)
         seconds = deadline - time.monotonic() + _LONGEST_VERDICT_SECONDS
         try:
-            return in_bounded_time(lambda: function(store, deadline), seconds)
+            return in_bounded_time(lambda: function(transport), seconds)
         except (TimeoutError, RuntimeError) as error:
             raise problem(
                 CommunicationError,

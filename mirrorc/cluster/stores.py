@@ -25,11 +25,7 @@ SEE_STORE = (
 
 
 def open_store(place: Place, deadline: float) -> Any:
-    """Opens the workers' store on its host, or connects to it. ``deadline`` is by ``time.monotonic()``.
-
-    Raises:
-        CommunicationError: the port is in use, nobody listens in time, or the listener is not a store.
-    """
+    """Opens the workers' store on its host, or connects to it. ``deadline`` is by ``time.monotonic()``."""
     if not place.hosts_store:
         _await_listener(place, deadline)
     seconds = min(_LONGEST_ANSWER_SECONDS, max(1.0, deadline - time.monotonic()))
@@ -81,11 +77,7 @@ def _await_listener(place: Place, deadline: float) -> None:
 
 
 class OwnConnection:
-    """A second connection to a store, whose requests do not wait for other threads' requests.
-
-    Raises:
-        RuntimeError, TimeoutError: the store is lost, or does not answer in time.
-    """
+    """A second connection to a store, whose requests do not wait for those of other threads."""
 
     def __init__(self, store: Any, seconds: float) -> None:
         def connected() -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 from mirrorc.analysis.memory.activation_peaks import predicted_peak
@@ -29,14 +29,8 @@ class BoundedPrograms(Generic[_Compiled]):
     """Compiles programs with more and more recomputation until one is within the bound.
 
     The first program keeps all activations. `ChooseCheckpoints` predicts memory from the captured graph. The memory of
-    the compiled regions (`report_memory`) calibrates the next prediction.
-
-    Args:
-        bound: an int of bytes, or a float as a fraction of ``most``.
-        most_before: ``most`` of earlier calls.
-
-    Attributes:
-        most: the largest peak so far of a program without recomputation; set by `find`.
+    the compiled regions (`report_memory`) calibrates the next prediction. ``most`` is the largest peak so far of a
+    program without recomputation, of which a bound that is a float is a fraction.
     """
 
     def __init__(
@@ -52,12 +46,7 @@ class BoundedPrograms(Generic[_Compiled]):
         self._lowered, self._compiled, self._memory = lowered, compiled, memory
 
     def find(self, pipeline: Sequence[Pass]) -> tuple[Program, _Compiled]:
-        """Returns a program and its compiled form.
-
-        Raises:
-            CaptureError: the model runs as plain PyTorch, so no graph has the values that forward saves.
-            PassError: no program is within the bound.
-        """
+        """Returns a program and its compiled form. Raises PassError if no program is within the bound."""
         self._refuse_opaque()
         choice = _Choice()
         program = self._lowered(_bounded(pipeline, None), (), choice)
@@ -117,10 +106,7 @@ class _Choice(Instrument):
 
 def _bounded(pipeline: Sequence[Pass], max_bytes: int | None) -> list[Pass]:
     return [
-        dataclasses.replace(compiler_pass, max_bytes=max_bytes)
-        if isinstance(compiler_pass, ChooseCheckpoints)
-        else compiler_pass
-        for compiler_pass in pipeline
+        replace(entry, max_bytes=max_bytes) if isinstance(entry, ChooseCheckpoints) else entry for entry in pipeline
     ]
 
 

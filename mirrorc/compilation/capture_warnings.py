@@ -8,17 +8,16 @@ from collections.abc import Sequence
 
 from mirrorc.capture.call.call_arguments import Call
 from mirrorc.capture.diagnostics.python_effects import Note
-from mirrorc.messages.problem import message
-from mirrorc.messages.source_lines import users_stack_level
+from mirrorc.messages.source_lines import warn
 
 _ITEM = re.compile(r"(?P<list>.*?)\[(?P<index>\d+)\][.\[]")  # in the path of a tensor within an item
 
 
 class CaptureWarnings:
     def __init__(self, num_devices: int) -> None:
-        self._num_devices, self._has_warned_of_differences = num_devices, False
+        self._num_devices = num_devices
+        self._has_warned_of_differences = self._has_warned_of_ladder = False
         self._noted: set[Note] = set()
-        self._has_warned_of_ladder = False
         self._listed: set[str] = set()
 
     def warn_of_listed_examples(self, call: Call, num_examples: int) -> None:
@@ -33,7 +32,7 @@ class CaptureWarnings:
             if self._num_devices > 1 and num_examples > 1 and name not in self._listed:
                 self._listed.add(name)
                 how = "is split by items" if name in by_items else "is split along dim 0 of each tensor in it"
-                text = message(
+                warn(
                     f"MC1310: {name!r}, a list of {num_examples} items, {how}",
                     f"the batch has {num_examples} examples, too, which may be a coincidence",
                     (
@@ -42,12 +41,11 @@ class CaptureWarnings:
                         f"{f'tuple({name})' if name in by_items else 'nothing'}, if dim 0 of each tensor is the batch",
                     ),
                 )
-                warnings.warn(text, stacklevel=users_stack_level())
 
     def warn_of_differences(self, differences: Sequence[str]) -> None:
         if differences and not self._has_warned_of_differences:
             self._has_warned_of_differences = True
-            text = message(
+            warn(
                 f"MC3101: the loss gives other gradients on {self._num_devices} devices than on one, as it does under DDP",
                 "; ".join(differences),
                 (
@@ -55,13 +53,12 @@ class CaptureWarnings:
                     "print(mirrorc.check_loss(model, x, target=y, loss_fn=loss_fn)), to see how much",
                 ),
             )
-            warnings.warn(text, stacklevel=users_stack_level())
 
     def warn_of_ladder(self, text: str) -> None:
         """No warning if ``text`` is empty."""
         if text and not self._has_warned_of_ladder:
             self._has_warned_of_ladder = True
-            warnings.warn(text, stacklevel=users_stack_level())
+            warn(text)
 
     def warn_of_notes(self, notes: Sequence[Note]) -> None:
         for note in notes:

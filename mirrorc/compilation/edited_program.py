@@ -52,13 +52,11 @@ class EditedProgram:
         self._is_compiled |= self._takes_part
 
     def continued(self, captured: Program, pipeline: Sequence[Pass]) -> tuple[Program, Sequence[Pass]]:
-        """The edited program and the remaining passes.
+        """The edited program and the remaining passes; for a call of another kind ``captured``, with a remark, and all
+        passes.
 
-        For a later call of another kind, ``captured`` with a remark, and all passes.
-
-        Raises:
-            ValueError: the program is of another model, call or pipeline; names the difference.
-            VerifyError: the program breaks a rule, or computes something else.
+        Raises ValueError for a program of another model, call or pipeline, and VerifyError if it computes something
+        else.
         """
         self._takes_part = False
         if self._edited.accumulation is not captured.accumulation:

@@ -29,37 +29,23 @@ from mirrorc.messages.problem import problem
 
 @dataclass(frozen=True)
 class ForwardAndBackward:
-    """The programs of forward and backward for one batch.
-
-    Attributes:
-        tangents: outputs whose gradients are arguments of backward, after the tensors of the batch.
-        num_saved: the number of saved values, which are arguments of backward after the tangents.
-        gradients_of_leaves: backward's output, by tensor of the batch.
-        reached: by parameter or output of backward, the indices of ``tangents`` on which its gradient depends.
-        read_variables, read_leaves: variables, and indices of the batch's tensors, that backward reads again.
-    """
+    """The programs of forward and backward for one batch."""
 
     forward: Program
     backward: Program
-    tangents: tuple[str, ...]
-    num_saved: int
-    gradients_of_leaves: Mapping[int, str]
-    reached: Mapping[str, frozenset[int]]
-    read_variables: frozenset[str]
-    read_leaves: frozenset[int]
+    tangents: tuple[str, ...]  # outputs whose gradients are arguments of backward, after the tensors of the batch
+    num_saved: int  # values, which are arguments of backward after the tangents
+    gradients_of_leaves: Mapping[int, str]  # backward's output, by tensor of the batch
+    reached: Mapping[str, frozenset[int]]  # by parameter or output of backward, tangents on which its gradient depends
+    read_variables: frozenset[str]  # that backward reads again
+    read_leaves: frozenset[int]  # tensors of the batch that backward reads again
 
 
 def cut_at_outputs(program: Program, num_leaves: int, model_name: str) -> ForwardAndBackward:
-    """Cuts a CAPTURED program whose backward begins with `output_tangent`.
+    """Cuts a CAPTURED program whose backward begins with `output_tangent`, for a batch of ``num_leaves`` tensors.
 
     Forward saves the values that backward needs. Backward reads parameters and the batch again, and recomputes views
     and values without inputs.
-
-    Args:
-        num_leaves: the number of tensors of the batch.
-
-    Raises:
-        CaptureError: backward needs other values for a shard of another size.
     """
     cuts = [_Cut(program, graph) for graph in program.shard_graphs]
     first = cuts[0]
@@ -70,21 +56,28 @@ def cut_at_outputs(program: Program, num_leaves: int, model_name: str) -> Forwar
             "its graph depends on the batch size",
             EVEN_BATCHES,
         )
-    names = _Names(program)
+    names = {argument.name for argument in program.arguments}
+
+    def free(wanted: str) -> str:
+        name = unlike(names, identifier(wanted))
+        names.add(name)
+        return name
+
     tangents = [
-        Argument(names.free(f"d({name})"), ArgumentKind.TANGENT, num_leaves + i, first.ways[name] == "concatenated")
+        Argument(free(f"d({name})"), ArgumentKind.TANGENT, num_leaves + i, first.ways[name] == "concatenated")
         for i, name in enumerate(first.tangents)
     ]
     begin = num_leaves + len(tangents)
-    kept = [Argument(names.free(node.name), ArgumentKind.SAVED, begin + i) for i, node in enumerate(first.saved)]
+    kept = [Argument(free(node.name), ArgumentKind.SAVED, begin + i) for i, node in enumerate(first.saved)]
     backward_graphs = tuple(cut.backward(tangents, kept) for cut in cuts)
     forward_graphs = tuple(cut.forward() for cut in cuts)
     arguments = [a for a in program.arguments if first.is_weighted or a.kind is not ArgumentKind.LOSS_WEIGHT]
     seeds = {a.name for a in arguments if a.kind is ArgumentKind.SEED}
-    if not any(n.users for g in backward_graphs for n in g.find_nodes(op="placeholder") if n.target in seeds):
+    nodes = [n for graph in backward_graphs for n in graph.find_nodes(op="placeholder") if n.target in seeds]
+    if not any(node.users for node in nodes):
         arguments = [argument for argument in arguments if argument.kind is not ArgumentKind.SEED]
-        for graph in backward_graphs:
-            _erase(graph, seeds)
+        for node in nodes:
+            node.graph.erase_node(node)
     forward = program.evolve(
         shard_graphs=forward_graphs,
         arguments=tuple(a for a in program.arguments if a.kind is not ArgumentKind.LOSS_WEIGHT),
@@ -110,26 +103,8 @@ def cut_at_outputs(program: Program, num_leaves: int, model_name: str) -> Forwar
     )
 
 
-class _Names:
-    def __init__(self, program: Program) -> None:
-        self._taken = {argument.name for argument in program.arguments}
-
-    def free(self, wanted: str) -> str:
-        name = unlike(self._taken, identifier(wanted))
-        self._taken.add(name)
-        return name
-
-
-def _erase(graph: fx.Graph, names: Set[str]) -> None:
-    for node in graph.find_nodes(op="placeholder"):
-        if node.target in names:
-            graph.erase_node(node)
-
-
 def _variables(variables: Mapping[str, Variable], graphs: Iterable[fx.Graph], *, updates: bool) -> dict[str, Variable]:
-    """Variables that a program reads or writes. ``updates`` adds variables with gradients, and variables that forward
-    has written, because workers average them after backward.
-    """
+    """Variables that a program reads or writes; with ``updates`` also those of forward, which workers average."""
     used: set[str] = set()
     for graph in graphs:
         output: Any = graph.output_node().args[0]
@@ -141,11 +116,7 @@ def _variables(variables: Mapping[str, Variable], graphs: Iterable[fx.Graph], *,
 
 
 class _Cut:
-    """The cut of a graph.
-
-    Attributes:
-        ways: how each output is gathered.
-    """
+    """The cut of a graph. ``ways`` say how each output is gathered."""
 
     def __init__(self, program: Program, graph: fx.Graph) -> None:
         self._graph, self._program = graph, program
@@ -194,7 +165,8 @@ class _Cut:
         """Also inserts recomputed values into backward, before their first use."""
         late = set(self._backward)
         inside, saved = set(late), dict[fx.Node, None]()
-        waiting = [source for node in self._backward for source in node.all_input_nodes if not self._is_tangent(node)]
+        computed = [node for node in self._backward if node.target is not output_tangent]
+        waiting = [source for node in computed for source in node.all_input_nodes]
         while waiting:
             node = waiting.pop()
             if node in inside or node in saved or node.op == "placeholder":
@@ -213,9 +185,6 @@ class _Cut:
                 )
         self._backward = sorted(inside, key=lambda node: (first_use[node], order[node]))
         return [node for node in self._graph.nodes if node in saved]
-
-    def _is_tangent(self, node: fx.Node) -> bool:
-        return node.target is output_tangent
 
     def _is_made_again(self, node: fx.Node) -> bool:
         if node.target is ops.read:

@@ -16,10 +16,8 @@ from mirrorc.verifier.verifier import Verify
 def instruments_for(
     passes: Sequence[Pass], dump: Path | None, print_after: Collection[str] | Literal["all"], *, reproduces: bool = True
 ) -> list[Instrument]:
-    """Dumps and prints come before the verifier, so that they show a broken program.
-
-    Args:
-        reproduces: write a reproducer of a failing pass, into a temporary folder if ``dump`` is None.
+    """Dumps and prints come before the verifier, so that they show a broken program. ``reproduces`` writes a reproducer
+    of a failing pass, into a temporary folder if ``dump`` is None.
     """
     sinks = dump_sinks(dump)
     instruments: list[Instrument] = [DumpFiles(sinks)] if sinks else []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,8 +24,8 @@ from mirrorc.capture.program.symbolic_inputs import SymbolicSizes
 from mirrorc.compilation.forward_and_backward import ForwardAndBackward
 from mirrorc.errors import ExecutionError
 from mirrorc.ir.program import LOSS_OUTPUT
-from mirrorc.messages.problem import message, problem
-from mirrorc.messages.source_lines import users_stack_level
+from mirrorc.messages.problem import problem
+from mirrorc.messages.source_lines import warn
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.torch_internals import size_now
 
@@ -92,43 +91,30 @@ def _shown(value: tuple[type, Any] | None) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Backward:
-    """The program of backward for a module's forward.
-
-    Attributes:
-        constants: tensors that it reads, other than variables.
-        runs_plain: it runs as plain PyTorch.
-    """
+    """The program of backward for a module's forward."""
 
     executor: Executor
     cut: ForwardAndBackward
     gradients: tuple[str, ...]
-    constants: tuple[torch.Tensor, ...]
-    runs_plain: bool
+    constants: tuple[torch.Tensor, ...]  # tensors that it reads, other than variables
+    runs_plain: bool  # as plain PyTorch
 
 
 @dataclass(frozen=True, eq=False)
 class Specialization:
-    """A compiled program, and guards on the Python values that its capture read.
-
-    Attributes:
-        guards: checked with the plain values in `training_call`.
-        shard_of_replica: the index of each replica's captured graph; None without examples.
-        loss_dtype: None for an evaluation.
-        backward: for a module's forward.
-        batch: the call for which the program was compiled.
-    """
+    """A compiled program, and guards on the Python values that its capture read."""
 
     executor: Executor
-    guards: AllGuards
+    guards: AllGuards  # checked with the plain values in `training_call`
     training_call: TrainingCall
     plain: Mapping[str, Any]
-    batch: CallKind
+    batch: CallKind  # of the call for which the program was compiled
     outputs: Outputs | None = None
-    shard_of_replica: tuple[int | None, ...] = ()
-    loss_dtype: torch.dtype | None = None
+    shard_of_replica: tuple[int | None, ...] = ()  # the index of each replica's graph; None without examples
+    loss_dtype: torch.dtype | None = None  # None for an evaluation
     sizes: SymbolicSizes | None = None
     symbolic: SymbolicDims = ()
-    backward: Backward | None = None
+    backward: Backward | None = None  # for a module's forward
 
     @property
     def executors(self) -> list[Executor]:
@@ -174,12 +160,10 @@ class Specialization:
                 gathered = self.outputs.of_no_examples(loss.device)
             return loss, self.outputs.of_step(gathered, loss, call, shards)
         except Exception as error:
+            fix = "go on with the next batch"
+            now = "the step is done and its update is made"
             raise problem(
-                ExecutionError,
-                "MC2403: the outputs of the step could not be put together",
-                str(error),
-                "go on with the next batch",
-                now="the step is done and its update is made",
+                ExecutionError, "MC2403: the outputs of the step could not be put together", str(error), fix, now=now
             ) from error
 
     def evaluated(self, call: Call, shards: Shards) -> tuple[torch.Tensor | None, Any]:
@@ -191,11 +175,9 @@ class Specialization:
             loss = gathered.pop(LOSS_OUTPUT).reshape(())
             return loss, self.outputs.of_step(gathered, loss, call, shards)
         except Exception as error:
+            fix = "step.evaluate(x) with another number of examples, or return means and rows alone"
             raise problem(
-                ExecutionError,
-                "MC2403: the outputs of the evaluation could not be put together",
-                str(error),
-                "step.evaluate(x) with another number of examples, or return means and rows alone",
+                ExecutionError, "MC2403: the outputs of the evaluation could not be put together", str(error), fix
             ) from error
 
     def changes(self, plain: Mapping[str, Any]) -> tuple[list[str], str]:
@@ -212,10 +194,8 @@ class Specialization:
 
 
 class Specializations:
-    """An LRU cache. Specializations of one key differ in their guards.
-
-    Args:
-        has_numbers_as_sizes: each size has its own program, because of ``dynamic=False``.
+    """An LRU cache. Specializations of one key differ in their guards. With ``has_numbers_as_sizes``, because of
+    ``dynamic=False``, each size has its own program.
     """
 
     def __init__(self, subject: str = "step", *, has_numbers_as_sizes: bool = False) -> None:
@@ -385,5 +365,4 @@ class Specializations:
         causes = " and ".join(changing) or "the optimizer's state"
         constants = f" ({'; '.join(reasons)})" if reasons else ""
         why = f"each new value of {causes} is compiled anew{constants}"
-        text = message(f"MC3403: the {self._subject} was compiled {len(first)} times", why, remedies)
-        warnings.warn(text, stacklevel=users_stack_level())
+        warn(f"MC3403: the {self._subject} was compiled {len(first)} times", why, remedies)

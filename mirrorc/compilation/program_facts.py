@@ -14,10 +14,7 @@ from mirrorc.passes import AllReduceAlgorithm, WorkerCompression
 from mirrorc.pipeline.protocol import Pass
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_SHOWN = {
-    Aggregation.MEAN: "the model shows their mean",
-    Aggregation.FIRST: "the model shows that of replica 0",
-}
+_SHOWN = {Aggregation.MEAN: "the model shows their mean", Aggregation.FIRST: "the model shows that of replica 0"}
 
 
 def remarks_on_facts(program: Program, model: ModelState, microbatches: int) -> list[str]:

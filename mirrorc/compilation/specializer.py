@@ -42,12 +42,7 @@ _MOST_KINDS = 4096  # kinds of calls with a known number of other workers' rows
 
 
 class Specializer:
-    """The compiled programs of a step.
-
-    Args:
-        interrupts: defers Ctrl-C during Dynamo's guards, because a guard takes any error for a failure.
-        team: None for a process on its own.
-    """
+    """The compiled programs of a step; ``team`` is None for a process on its own."""
 
     def __init__(
         self,
@@ -60,7 +55,7 @@ class Specializer:
     ) -> None:
         self._options = options
         self._model = model
-        self._interrupts = interrupts
+        self._interrupts = interrupts  # deferred during Dynamo's guards, which take any error for a failure
         are_numbers = options.dynamic is False and not why_sizes_are_numbers(options)
         self._caches = {
             purpose: Specializations(purpose.value, has_numbers_as_sizes=are_numbers) for purpose in Purpose
@@ -79,9 +74,6 @@ class Specializer:
         """Returns the specialization, and the shards on which it runs.
 
         If a shard of one example is refused, or results in nan, the batch is split among fewer replicas.
-
-        Args:
-            is_stale: the user has changed the optimizer's state since the last step.
         """
         with self._autocast():
             return self._cached_or_compiled(call, shards, is_stale, purpose)
@@ -126,7 +118,8 @@ class Specializer:
         finally:
             self._interrupts.let_go()
         try:
-            new: Specialization | None = self._compiled(call, shards, changes, purpose)
+            with without_dispatch_modes():  # a dispatch mode would mistake traced values for computed ones
+                new: Specialization | None = self._compiled(call, shards, changes, purpose)
         except HooksMissingError:
             if not install_capturing_hooks(self._options.model):
                 raise
@@ -164,10 +157,6 @@ class Specializer:
         return new, shards
 
     def _compiled(self, call: Call, shards: Shards, changes: str, purpose: Purpose) -> Specialization:
-        with without_dispatch_modes():  # a dispatch mode would mistake traced values for computed ones
-            return self._compiled_without_modes(call, shards, changes, purpose)
-
-    def _compiled_without_modes(self, call: Call, shards: Shards, changes: str, purpose: Purpose) -> Specialization:
         about = _kind_of_call(purpose, shards)
         is_lone = shards.have_one_example
         why = self._why_numbers(shards, purpose)

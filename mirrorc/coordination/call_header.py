@@ -111,9 +111,7 @@ class Announcements:
         }
 
     def besides(self, name: str, *, has_changed: bool) -> tuple[Header, dict[str, Details]]:
-        """A header for a call that does not train. If workers differ in ``has_changed``, they agree to broadcast
-        values.
-        """
+        """A header for a call that does not train. If workers differ in ``has_changed``, they broadcast values."""
         facts = Facts({"the call": name})
         header = Header(
             self._team.num_calls,

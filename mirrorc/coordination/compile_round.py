@@ -2,70 +2,58 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from types import TracebackType
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from mirrorc.cluster import Cluster, Round, find_place, join
 from mirrorc.messages.problem import problem, with_line
 from mirrorc.options.communication import Communication
 
-_DOING = "mirrorc.compile"
+
+@dataclass(frozen=True)
+class JointCompilation:
+    """The joined workers and the round in which they compile; both None for a process on its own."""
+
+    cluster: Cluster | None = None
+    round: Round | None = None
 
 
-class JointCompilation(AbstractContextManager["JointCompilation"]):
-    """A context whose exceptions reach the other workers.
+@contextlib.contextmanager
+def joint_compilation(distributed: Any, communication: Any) -> Iterator[JointCompilation]:
+    """A context whose exceptions reach the other workers. On entering, it joins them, see `mirrorc.cluster.join`.
 
-    Args:
-        distributed: an invalid value counts as "auto".
-        communication: an object of another type counts as the default; it is refused later, within the context.
-
-    Raises:
-        ValueError: on entering, if the description of the workers is wrong, or contradicts ``distributed``.
-        CommunicationError: on entering, see `mirrorc.cluster.join`.
+    Wrong values count as the defaults; they are refused later, within the context.
     """
+    known = communication if isinstance(communication, Communication) else Communication()
+    cluster = _joined_workers(distributed, known)
+    if cluster is None:
+        yield JointCompilation()
+        return
+    compilation = cluster.begin("mirrorc.compile")
+    try:
+        yield JointCompilation(cluster, compilation)
+    except BaseException as error:
+        compilation.fail(error)
+        raise
 
-    def __init__(self, distributed: Any, communication: Any) -> None:
-        self._distributed = distributed
-        self._communication = communication if isinstance(communication, Communication) else Communication()
-        self.cluster: Cluster | None = None
-        self.round: Round | None = None
 
-    def __enter__(self) -> JointCompilation:
-        self.cluster = self._joined_workers()
-        if self.cluster is not None:
-            self.round = self.cluster.begin(_DOING)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is not None and self.round is not None:
-            self.round.fail(error)
-
-    def _joined_workers(self) -> Cluster | None:
-        group = self._communication.process_group
-        if self._distributed is False:
-            if group is not None:
-                raise problem(
-                    ValueError,
-                    "MC1003: process_group= and distributed=False cannot be combined",
-                    "one names workers, and the other trains without them",
-                    ("leave distributed=False out", "leave process_group= out"),
-                )
-            return None
-        try:
-            place = find_place(group)
-        except ValueError as error:
-            raise ValueError(
-                with_line(str(error), "fix", "distributed=False, to train in this process alone")
-            ) from None
-        if place.num_workers > 1:
-            return join(group, timeout=self._communication.timeout)
-        if self._distributed is True:
-            raise problem(
-                ValueError,
-                "MC6101: distributed is True, but this process is the only worker",
-                fix=("torchrun --nproc-per-node=2 train.py", "leave distributed= out"),
-            )
+def _joined_workers(distributed: Any, communication: Communication) -> Cluster | None:
+    group = communication.process_group
+    if distributed is False:
+        if group is not None:
+            why = "one names workers, and the other trains without them"
+            fix = ("leave distributed=False out", "leave process_group= out")
+            raise problem(ValueError, "MC1003: process_group= and distributed=False cannot be combined", why, fix)
         return None
+    try:
+        place = find_place(group)
+    except ValueError as error:
+        raise ValueError(with_line(str(error), "fix", "distributed=False, to train in this process alone")) from None
+    if place.num_workers > 1:
+        return join(group, timeout=communication.timeout)
+    if distributed is True:
+        fix = ("torchrun --nproc-per-node=2 train.py", "leave distributed= out")
+        raise problem(ValueError, "MC6101: distributed is True, but this process is the only worker", fix=fix)
+    return None

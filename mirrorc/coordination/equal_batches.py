@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Sequence
 
 import torch
 
 from mirrorc.capture.call.call_arguments import Call
-from mirrorc.messages.problem import message
-from mirrorc.messages.source_lines import users_stack_level
+from mirrorc.messages.source_lines import warn
 from mirrorc.messages.wording import listed
 
 _NUM_CALLS = 8  # the first ones are compared; later ones cost nothing
@@ -26,9 +24,7 @@ class EqualBatches:
         self._num_calls = self._num_equal = 0
 
     def digest(self, call: Call) -> int:
-        """A digest of the arguments that are split over replicas; 0 without such arguments, or after the last
-        comparison.
-        """
+        """A digest of the arguments that are split over replicas; 0 without any, or after the last comparison."""
         if self._num_calls >= _NUM_CALLS:
             return 0
         compared = [leaf for leaf in call.leaves if leaf.column or (leaf.split and not leaf.counts_items)]
@@ -52,23 +48,18 @@ class EqualBatches:
         if self._num_equal < _NUM_EQUAL:
             return
         self._num_calls = _NUM_CALLS
-        warnings.warn(
-            message(
-                f"MC3501: worker {self._rank} was given the same batches as {listed(f'worker {rank}' for rank in others)}",
-                "each example counts twice or more",
-                (
-                    f"torch.utils.data.DistributedSampler(dataset, {len(digests)}, rank), where rank is {self._rank} here",
-                    "mirrorc.shard_batch(batch), for a batch that every worker has whole",
-                ),
+        warn(
+            f"MC3501: worker {self._rank} was given the same batches as {listed(f'worker {rank}' for rank in others)}",
+            "each example counts twice or more",
+            (
+                f"torch.utils.data.DistributedSampler(dataset, {len(digests)}, rank), where rank is {self._rank} here",
+                "mirrorc.shard_batch(batch), for a batch that every worker has whole",
             ),
-            stacklevel=users_stack_level(),
         )
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of up to `_MOST_SAMPLES` elements, at random positions, because evenly spaced ones could all be borders
-    of images.
-    """
+    """The bytes of up to `_MOST_SAMPLES` elements, at random, as evenly spaced ones could all be borders of images."""
     chosen = tensor.detach()
     if chosen.numel() > _MOST_SAMPLES:
         places = torch.randint(chosen.numel(), (_MOST_SAMPLES,), generator=torch.Generator().manual_seed(0))

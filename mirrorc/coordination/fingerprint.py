@@ -22,20 +22,16 @@ from mirrorc.ir.variables import Synchronization, Variable
 from mirrorc.options.step_options import StepOptions
 from mirrorc.user.optimizer_groups import hyperparameters_by_label
 
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # differs between workers, so functions are compared by name only
 
 
 class Facts:
-    """Facts of one worker and their digest.
-
-    Args:
-        meets: the model exchanges values with other workers.
-    """
+    """Facts of one worker, their digest, and numbers of rows that it gathers."""
 
     def __init__(self, texts: Mapping[str, str], gathered_rows: Counts = (), *, meets: bool = False) -> None:
         self.texts, self.digest = texts, digest(repr(texts))
         self.gathered_rows = gathered_rows
-        self.meets = meets
+        self.meets = meets  # the model exchanges values with other workers
 
 
 def facts_of_program(program: Program, *, needs_seed: bool) -> Facts:
@@ -85,13 +81,8 @@ def facts_of_options(options: StepOptions, model: ModelState) -> dict[str, str]:
         "shard_optimizer": str(options.program_workers.shards_optimizer),
         "devices": " ".join(map(str, options.program_workers.devices_per_worker)),
         # last, so that an option that differs is reported under its own name
-        **{f"pass {number}": _text_of_pass(stage) for number, stage in enumerate(options.pipeline)},
+        **{f"pass {number}": _ADDRESS.sub("", repr(stage)) for number, stage in enumerate(options.pipeline)},
     }
-
-
-def _text_of_pass(stage: Any) -> str:
-    """Drops memory addresses, which differ between workers. Functions are thus compared by name only."""
-    return _ADDRESS.sub("", repr(stage))
 
 
 def _text_of_loss(loss: Any) -> str:

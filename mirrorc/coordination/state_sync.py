@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 
 from mirrorc.errors import CommunicationError
-from mirrorc.messages.problem import message, problem
-from mirrorc.messages.source_lines import users_stack_level
+from mirrorc.messages.problem import problem
+from mirrorc.messages.source_lines import warn
 from mirrorc.options.step_options import StepOptions
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.workers.protocol.header import Agreement
@@ -35,25 +33,18 @@ class TakenValues:
         self._ids = self._ids_now()
 
     def broadcast_from_source(self, agreed: Agreement, written: int) -> None:
-        """Broadcasts parameters, buffers, optimizer state and the scaler from the agreement's source.
+        """Broadcasts parameters, buffers, optimizer state and the scaler. ``written`` is that of `Announcements`.
 
-        Args:
-            written: see `Announcements.written`.
-
-        Raises:
-            CommunicationError: shards of the optimizer's state may be of different steps; raised by all workers.
+        All workers raise CommunicationError if shards of the optimizer's state may be of different steps.
         """
         if written not in (0, agreed.written) and self._ids is not None:
             source = f"worker {agreed.source}"
             why = "something else" if agreed.written else "nothing"
-            warnings.warn(
-                message(
-                    f"MC3502: parameters, buffers or optimizer state of worker {self._team.cluster.rank} differ from those of "
-                    f"{source}, and are replaced by these",
-                    f"it wrote them since the last call, and {source} wrote {why}",
-                    ("make the same change, such as load_state_dict(), on all workers", f"make it on {source} alone"),
-                ),
-                stacklevel=users_stack_level(),
+            warn(
+                f"MC3502: parameters, buffers or optimizer state of worker {self._team.cluster.rank} differ from those of "
+                f"{source}, and are replaced by these",
+                f"it wrote them since the last call, and {source} wrote {why}",
+                ("make the same change, such as load_state_dict(), on all workers", f"make it on {source} alone"),
             )
         self._make_state_whole_for(agreed.source)
         optimizers, scaler = self._options.optimizers.optimizers, self._options.scaler

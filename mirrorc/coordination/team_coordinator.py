@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from contextvars import ContextVar
 
 import torch
 
@@ -16,24 +14,23 @@ from mirrorc.analysis.cost.link_speed import LinkSpeed
 from mirrorc.analysis.gradients.sent_factors import Counts, no_rows
 from mirrorc.capture.call.call_arguments import Call, without_examples
 from mirrorc.capture.model.model_state import ModelState
-from mirrorc.cluster import Cluster
 from mirrorc.coordination.call_header import Announcements
+from mirrorc.coordination.coordinator import Coordinator, Retry
 from mirrorc.coordination.equal_batches import EqualBatches
 from mirrorc.coordination.fingerprint import facts_of_options, written_buffers
-from mirrorc.coordination.results import show_buffers, total_loss
 from mirrorc.coordination.state_sync import TakenValues
-from mirrorc.coordination.uneven_inputs import JoinedStep, refuse_within_others
 from mirrorc.errors import CommunicationError, ExecutionError
 from mirrorc.ir.program import Accumulation, Program
+from mirrorc.ir.variables import Aggregation, Variable
 from mirrorc.messages.problem import problem
 from mirrorc.options.step_options import StepOptions
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.state.gradients.accumulated_gradients import Examples
-from mirrorc.runtime.state.shared.torn_state import TornState
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.workers.protocol.checksums import checksums_of, checksums_of_state, updated_as_a_whole
 from mirrorc.runtime.workers.protocol.header import Agreement
 from mirrorc.runtime.workers.team.broadcast_state import stream_of_chief, take_over_hyperparameters
+from mirrorc.runtime.workers.team.control_messages import ControlCollectives
 from mirrorc.runtime.workers.team.team import Team
 from mirrorc.runtime.workers.transport.lane import LostConnectionError
 from mirrorc.user.optimizer_groups import OptimizerGroups
@@ -42,16 +39,10 @@ _SLACK_SECONDS = 5.0
 _MOST_MEETINGS = 4  # of one call; the second is after values were taken over, or other programs looked up
 _MOST_ROW_MEETINGS = 4  # of one call, with different numbers of gathered rows
 
-
-@dataclass(frozen=True)
-class Retry:
-    """The program that a worker looks up before the next exchange of headers. ``rows_elsewhere`` is None if unknown."""
-
-    accumulation: Accumulation
-    rows_elsewhere: RowsElsewhere | None
+current_block: ContextVar[Sequence[TeamCoordinator]] = ContextVar("the block around this thread's code", default=())
 
 
-class TeamCoordinator:
+class TeamCoordinator(Coordinator):
     """Coordinates this worker's calls with those of the others.
 
     Workers exchange headers when each has its program, before anything changes. They repeat this after a broadcast, or
@@ -59,21 +50,20 @@ class TeamCoordinator:
 
     An optimizer that is not element-wise runs on every worker, because the chief may leave its loop first. It gets the
     same sums and random numbers on all workers, which compare its parameters before each call.
-
-    Attributes:
-        call_without_examples: the last call without its examples; None before the first call.
-        rows_elsewhere: numbers of rows gathered by other workers in this call; None if unknown or none.
     """
 
+    team: Team
+
     def __init__(self, options: StepOptions, model: ModelState, state: StepState) -> None:
+        super().__init__(2 * options.timeout_seconds + _SLACK_SECONDS)  # the other workers may take as long again
         assert options.cluster is not None and options.compilation is not None, "several workers have joined"
         self._options, self._state = options, state
         home = options.devices[0].torch_device
         self.team = Team(options.cluster, options.compilation.name, options.timeout_seconds, home)
         self._before_call: Callable[[], object] | None = None  # set inside of a block of join()
         self._has_left = False  # this worker's loop in the block has ended
-        self.rows_elsewhere: RowsElsewhere | None = None
-        self.call_without_examples: Call | None = None
+        self.rows_elsewhere: RowsElsewhere | None = None  # gathered by other workers in this call
+        self.call_without_examples: Call | None = None  # the last one
         self._equal_batches = EqualBatches(self.team.cluster.rank)
         self._batch = 0  # digest of the batch of this call
         self._num_row_meetings = 0
@@ -94,20 +84,6 @@ class TeamCoordinator:
 
     # The block of `mirrorc.join`
 
-    def joined_steps(
-        self,
-        take_part: Callable[[TeamCoordinator], bool],
-        exclusively: Callable[[Callable[[], Any]], Any],
-        is_closed: Callable[[], bool],
-    ) -> list[JoinedStep]:
-        """``take_part`` runs one call without examples."""
-        taking_part = functools.partial(exclusively, functools.partial(take_part, self))
-        return [JoinedStep(self, taking_part, exclusively, is_closed)]
-
-    @property
-    def cluster(self) -> Cluster:
-        return self.team.cluster
-
     @property
     def optimizers(self) -> OptimizerGroups:
         return self._options.optimizers
@@ -117,32 +93,31 @@ class TeamCoordinator:
         return self._before_call is not None
 
     def enter_block(self, before_call: Callable[[], object]) -> None:
+        """``before_call`` runs before each call of the step until the block ends."""
         self._before_call = before_call
 
     def leave_loop(self) -> None:
+        """Marks this worker's loop as ended. The worker then takes part in calls of other workers."""
         self._has_left = True
 
     def exit_block(self) -> None:
         self._before_call, self._has_left = None, False
 
     def meet_turn(self, number: int) -> Agreement:
+        """Exchanges headers before a call of the block's step ``number``."""
         with self.call():
             agreed = self.team.exchange_headers(*self._announcements.of_turn(number, has_left=self._has_left))
             self.team.finish()
         return agreed
 
     def abandon(self, error: BaseException) -> None:
+        """Ends the next call of the other workers with this error."""
         self.team.abandon(error)
 
     # A call, from its beginning to its end
 
     def begin_call(self) -> None:
-        """In a block of several steps, workers first agree on the step to call.
-
-        Raises:
-            ExecutionError: this thread is in the block of other steps.
-            CommunicationError: workers call different steps of their block, or a worker has failed.
-        """
+        """In a block of several steps, workers first agree on the step to call."""
         refuse_within_others(self, "a step was called")
         if self._before_call is not None:
             self._before_call()
@@ -156,18 +131,12 @@ class TeamCoordinator:
             with self.team.call(lambda: self._state.is_whole, self._torn, has_left=self._has_left):
                 yield
         finally:
-            self._guard_torn(torn_before)
-            if self.team.have_parted and not had_parted:
-                self._go_on_from_a_checkpoint()
-
-    def _guard_torn(self, guarded: TornState | None) -> None:
-        torn = self._state.torn
-        if torn is not None and torn is not guarded:
-            torn.guard(self._options.model, self.optimizers.optimizers)
-
-    def _go_on_from_a_checkpoint(self) -> None:
-        self._state.accumulated.clear()
-        self._state.unsent.forget()
+            torn = self._state.torn
+            if torn is not None and torn is not torn_before:
+                torn.guard(self._options.model, self.optimizers.optimizers)
+            if self.team.have_parted and not had_parted:  # the user goes on from a checkpoint
+                self._state.accumulated.clear()
+                self._state.unsent.forget()
 
     def _torn(self) -> str:
         torn = self._state.torn
@@ -189,13 +158,7 @@ class TeamCoordinator:
         """None if all programs match, so that the call continues.
 
         If the users' writes differ, or a worker has new variables, broadcasts one worker's values and returns a retry.
-
-        Args:
-            executor: on a worker whose loop has ended, the last call's.
-            num_examples: by replica; empty on a worker whose loop has ended.
-            row_counts: the numbers of rows in the factors that this worker sends.
-            is_stale: the user has changed the optimizer's state since the last step.
-            backward: of a forward of a module.
+        On a worker whose loop has ended, ``executor`` is of the last call, and ``num_examples`` is empty.
         """
         self._num_meetings += 1
         self.team.stop_on_failure(executor.interrupt)
@@ -258,10 +221,8 @@ class TeamCoordinator:
     def compare_replicas(self, program: Program) -> None:
         """Every ``check_replicas_every`` steps, compares the workers' copies of variables and optimizer state.
 
-        Buffers that the program writes are left out, because an evaluation on one worker may have written them.
-
-        Raises:
-            CommunicationError: copies differ; raised by all workers at each step until copies are written again.
+        Buffers that the program writes are left out, because an evaluation on one worker may have written them. If
+        copies differ, all workers raise CommunicationError, at each step until copies are written again.
         """
         every = self._options.check_replicas_every
         if not every or self._num_steps % every:
@@ -288,11 +249,7 @@ class TeamCoordinator:
         return stream_of_chief(self.team) if runs_by_itself else nullcontext()
 
     def take_part(self, executor: Executor, last: Executor) -> None:
-        """Prepares a run of ``executor`` without examples, in place of the last call's program.
-
-        Raises:
-            ExecutionError: ``executor`` has other exchanges than ``last``, for which the other workers would wait.
-        """
+        """Prepares a run of ``executor`` without examples; refuses other exchanges than those of ``last``."""
         self.team.stop_on_failure(executor.interrupt)
         if self._announcements.facts_of(executor).texts != self._announcements.facts_of(last).texts:
             raise problem(
@@ -301,11 +258,6 @@ class TeamCoordinator:
                 "groups, modes or what forward reads have changed since",
                 "leave optimizer groups, model.train() and what forward reads as they are until step.join() ends",
             )
-
-    @property
-    def step_seconds(self) -> float:
-        """Twice the timeout and a slack, because other workers may take as long again."""
-        return 2 * self._options.timeout_seconds + _SLACK_SECONDS
 
     @property
     def agreed(self) -> Agreement:
@@ -323,16 +275,15 @@ class TeamCoordinator:
     def reduce_loss(
         self, executor: Executor, loss: torch.Tensor | None, dtype: torch.dtype | None
     ) -> torch.Tensor | None:
-        """Also makes buffers equal on all workers. ``loss`` is None without examples.
-
-        Args:
-            dtype: of the loss; None in forward of a module, whose buffers become equal in `end_backward`.
-        """
+        """Also makes buffers equal on all workers; those of a module's forward, without ``dtype``, in `end_backward`."""
         self.team.end_updates()
         if dtype is None:
             self.team.finish()
             return None
-        total = total_loss(self.team.control, loss)
+        total = torch.zeros((), dtype=torch.float64)
+        if loss is not None:
+            total.copy_(loss.detach())
+        self.team.control.all_reduce(total)
         if not executor.commit.is_skipped:
             show_buffers(self.team.control, executor.program, self._state, self.agreed, self._num_present)
         self.team.finish()
@@ -351,11 +302,7 @@ class TeamCoordinator:
     # Besides training calls
 
     def gather_optimizer_state(self, exclusively: Callable[[Callable[[], None]], None]) -> None:
-        """Gathers sharded optimizer state on all workers, in a separate call.
-
-        Raises:
-            ExecutionError: called within `mirrorc.step.Step.join`, because other workers may have left their loops.
-        """
+        """Gathers sharded optimizer state on all workers, in a separate call."""
         if self._options.program_workers.shards_optimizer:
             refuse_within_others(self, "step.gather_optimizer_state() was called")
             exclusively(self._gather_state)
@@ -394,3 +341,34 @@ class TeamCoordinator:
 
     def close(self) -> None:
         self.team.close()
+
+
+def refuse_within_others(coordinator: TeamCoordinator, action: str) -> None:
+    """Refuses an action in a block of other steps, because some workers may have left it."""
+    block = current_block.get()
+    if block and coordinator not in block:
+        why = "a worker that has left takes part in the calls of its step alone, and the two would wait for each other"
+        fix = "with mirrorc.join(one_step, other_step): around the calls of both"
+        raise problem(ExecutionError, f"MC6302: {action} inside of step.join() of another step", why, fix)
+
+
+def show_buffers(
+    control: ControlCollectives, program: Program, state: StepState, agreed: Agreement, num_present: int
+) -> None:
+    """Gives written buffers equal values on all workers: the mean, or the values of the first worker with examples."""
+    kinds: dict[tuple[Aggregation, torch.dtype], list[Variable]] = {}
+    for variable in written_buffers(program):
+        kinds.setdefault((variable.aggregation, variable.dtype), []).append(variable)
+    values: dict[str, torch.Tensor] = {}
+    for (aggregation, _), variables in kinds.items():
+        buffers = [state.store.tensors[variable.name].detach() for variable in variables]
+        flat = torch.cat([value.reshape(-1) for value in buffers])
+        if aggregation is Aggregation.MEAN:
+            control.all_reduce(flat.mul_(num_present) if num_present else flat.zero_())
+            flat.div_(agreed.num_present)
+        else:
+            control.broadcast(flat, agreed.first_present)
+        parts = flat.split([value.numel() for value in buffers])
+        values |= {v.name: part.view_as(value) for v, value, part in zip(variables, buffers, parts, strict=True)}
+    if values:
+        state.store.show(values)

@@ -16,8 +16,7 @@ from torch import nn
 
 from mirrorc.calls.data_parallel import DataParallel
 from mirrorc.capture.call.traced_outputs import summed
-from mirrorc.messages.problem import message
-from mirrorc.messages.source_lines import users_stack_level
+from mirrorc.messages.source_lines import warn
 
 _IGNORED = -100  # a label that the losses of Hugging Face leave out
 
@@ -41,10 +40,8 @@ _TOLERANCE_OF_HALVES = 0.05
 class LossWeights:
     """Determines whether a model's loss is a mean over labels or examples, or a sum, from losses of parts of a batch.
 
-    Two weightings count as one until a batch shows their difference.
-
-    Args:
-        gather: concatenates a tensor of each worker, so that all decide equally.
+    Two weightings count as one until a batch shows their difference. ``gather`` concatenates a tensor of each worker,
+    so that all decide equally.
     """
 
     def __init__(self, gather: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> None:
@@ -57,8 +54,7 @@ class LossWeights:
     def applied(self, parallel: DataParallel, inputs: Mapping[str, Any], has_items: bool) -> Iterator[None]:
         """Makes a module return the loss of the whole batch, although each replica computes its own loss.
 
-        Args:
-            has_items: the model gets ``num_items_in_batch``, too, and divides by it.
+        With ``has_items`` the model gets ``num_items_in_batch``, too, and divides by it.
         """
         model, labels = parallel.module, inputs["labels"]
         with contextlib.ExitStack() as stack:
@@ -75,9 +71,7 @@ class LossWeights:
             yield
 
     def divides(self, model: nn.Module, inputs: Mapping[str, Any]) -> bool:
-        """True if the loss is a sum divided by the number of items. Some models accept this number as any keyword, but
-        ignore it.
-        """
+        """True if the loss is a sum divided by the number of items, which some models accept and ignore."""
         if self._is_divided is None:
             number = inputs["labels"].numel()
             losses = [_loss(model, inputs, num_items_in_batch=torch.tensor(n)) for n in (number, 2 * number)]
@@ -103,9 +97,7 @@ class LossWeights:
         return self._ways[0]
 
     def _ways_left(self, model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
-        """The weightings by which losses of two parts of a batch add up to the loss of the batch; all, if the batch
-        does not show it.
-        """
+        """The weightings by which the losses of two parts add up to that of the batch; all, if it does not show it."""
         self._num_batches += 1
         weights = [_WEIGHTS[way](inputs["labels"]).double() for way in self._ways]
         if self._num_batches < self._next_probe or not all(each.any() for each in weights):
@@ -125,8 +117,7 @@ class LossWeights:
 
 def _warn(why: str) -> None:
     what = "MC3101: the loss gives other gradients on several devices than on one"
-    text = message(what, why, "Trainer(..., compute_loss_func=...), which gets the outputs of the whole batch")
-    warnings.warn(text, stacklevel=users_stack_level())
+    warn(what, why, "Trainer(..., compute_loss_func=...), which gets the outputs of the whole batch")
 
 
 def _telling_part(shares: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -18,12 +18,8 @@ from mirrorc.torch_internals import hook_tables
 
 
 class ParallelForwards:
-    """Modules whose forwards run by `mirrorc.data_parallel`. Within another module's forward, a module's forward is
-    plain.
-
-    Args:
-        modules: modules to call; may be nested.
-        wrap: makes the module on several devices, at the first call of a forward.
+    """Modules, perhaps nested, whose forwards run by `mirrorc.data_parallel`, made by ``wrap`` at the first call of
+    each. Within another module's forward, a module's forward is plain.
     """
 
     def __init__(self, modules: Iterable[nn.Module], wrap: Callable[[nn.Module], DataParallel]) -> None:
@@ -48,7 +44,10 @@ class ParallelForwards:
         def forward(this: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if this is not module:  # a copy is a plain module
                 return type(this).forward(this, *args, **kwargs)
-            with self._taken_away(), _without_hooks(module):
+            with contextlib.ExitStack() as stack:
+                self.remove()  # plain modules are captured, and compared with their captured state
+                stack.callback(self.install)
+                stack.enter_context(_without_hooks(module))
                 return self._parallel_of(module).forward(*args, **kwargs)
 
         return forward
@@ -59,15 +58,6 @@ class ParallelForwards:
             if self._unsynced is not None:
                 self._unsynced.enter_context(parallel.no_sync())
         return self._parallel[module]
-
-    @contextlib.contextmanager
-    def _taken_away(self) -> Iterator[None]:
-        """Restores the plain modules in a context, because they are captured, and compared with their captured state."""
-        self.remove()
-        try:
-            yield
-        finally:
-            self.install()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -110,12 +100,9 @@ def check_parameters(loss: torch.Tensor, model: nn.Module) -> None:
         seen.add(node)
         waiting += _outside(node)
         if (name := names.get(getattr(node, "variable", None))) is not None:
-            raise problem(
-                ExecutionError,
-                f"MC3305: parameter {name!r} is used outside of a forward",
-                "gradients of several workers are summed in the backward of a compiled forward",
-                "move what uses it into the forward of the module",
-            )
+            why = "gradients of several workers are summed in the backward of a compiled forward"
+            fix = "move what uses it into the forward of the module"
+            raise problem(ExecutionError, f"MC3305: parameter {name!r} is used outside of a forward", why, fix)
 
 
 def _outside(node: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Finds the user's source line for a node, an exception, or the running code."""
+"""Finds the user's source line for a node, an exception, or the running code; warns there."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import operator
 import re
 import sys
 import traceback
+import warnings
+from collections.abc import Sequence
 
 from torch import fx
 
+from mirrorc.messages.problem import message
 from mirrorc.torch_internals import is_users_file
 
 
@@ -84,3 +87,8 @@ def users_stack_level() -> int:
     while frame.f_back is not None and not is_users_file(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
     return level
+
+
+def warn(what: str, why: str = "", fix: str | Sequence[str] = "") -> None:
+    """Warns with a `message` at the user's innermost line."""
+    warnings.warn(message(what, why, fix), stacklevel=users_stack_level())

@@ -96,11 +96,8 @@ class Compiler(OptionGroup):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.capture, str) and self.capture == "trace":
-            raise problem(
-                ValueError,
-                "MC1006: capture='trace' was withdrawn",
-                "'auto' falls back to 'autograd' for the models that it took",
-                "compiler=mirrorc.Compiler(capture='autograd')",
-            )
+            why = "'auto' falls back to 'autograd' for the models that it took"
+            fix = "compiler=mirrorc.Compiler(capture='autograd')"
+            raise problem(ValueError, "MC1006: capture='trace' was withdrawn", why, fix)
         backend_named(self.backend)
         ladder_named(self.capture)

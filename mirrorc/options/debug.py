@@ -36,15 +36,9 @@ class Debug(OptionGroup):
         None, "give the path of a directory, or None", kinds=(str, os.PathLike, NoneType)
     )
     print_after: Sequence[str] | Literal["all"] = option(
-        (),
-        "give a sequence of names, such as ('replicate',), or 'all'",
-        kinds=(Sequence, Set),
-        texts=("all",),
+        (), "give a sequence of names, such as ('replicate',), or 'all'", kinds=(Sequence, Set), texts=("all",)
     )
     progress: bool = option(True, "say True, to be told what takes long while it is compiled, or False", kinds=(bool,))
     check_replicas_every: int = option(
-        0,
-        "give a positive number of steps, or 0 for never",
-        kinds=(int,),
-        accepts=lambda steps: steps >= 0,
+        0, "give a positive number of steps, or 0 for never", kinds=(int,), accepts=lambda steps: steps >= 0
     )

@@ -7,11 +7,7 @@ from mirrorc.options.step_options import StepOptions
 
 
 def why_sizes_are_numbers(options: StepOptions, front_end: str = "") -> str:
-    """Why sizes of arguments cannot be symbols; empty if they can.
-
-    Args:
-        front_end: the front end of the capture; empty before the first one.
-    """
+    """Why sizes of arguments cannot be symbols; empty if they can. ``front_end`` is empty before the first capture."""
     if options.activation_memory is not None:
         return "Memory(activations=) bounds what a step of known size takes"
     if options.cuda_graphs:
@@ -25,9 +21,5 @@ def check_dynamic(options: StepOptions) -> None:
     """Refuses ``dynamic=True`` with options that need constant sizes."""
     why = why_sizes_are_numbers(options)
     if options.dynamic and why:
-        raise problem(
-            ValueError,
-            "MC1003: dynamic=True cannot make symbols of sizes here",
-            why,
-            "leave dynamic= out; each new size is then compiled once",
-        )
+        fix = "leave dynamic= out; each new size is then compiled once"
+        raise problem(ValueError, "MC1003: dynamic=True cannot make symbols of sizes here", why, fix)

@@ -56,11 +56,7 @@ ClipNorms = float | ClipGradNorm | Sequence[float | ClipGradNorm | None] | None
 
 
 def clipping(clip_grad_norm: Any, clip_grad_value: Any, groups: OptimizerGroups) -> dict[str, Any]:
-    """Arguments of `mirrorc.passes.default_pipeline` for clipping.
-
-    Raises:
-        TypeError, ValueError: a value is not a bound, or the numbers of bounds and groups differ.
-    """
+    """Arguments of `mirrorc.passes.default_pipeline` for clipping."""
     if clip_grad_value is not None:
         _check("clip_grad_value", clip_grad_value)
     arguments: dict[str, Any] = {"max_grad_value": None if clip_grad_value is None else float(clip_grad_value)}

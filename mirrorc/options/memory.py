@@ -23,11 +23,7 @@ _BYTES = re.compile(r"(?P<number>\d+(?:\.\d+)?) ?(?P<unit>B|[KMGT]iB)")
 
 
 def activation_bound(activations: int | str | None) -> float | None:
-    """A bound of activations: an int of bytes, or a float as a fraction of the peak without a bound; or None.
-
-    Raises:
-        ValueError: the text is malformed, or the number is not positive.
-    """
+    """A bound of activations: an int of bytes, or a float as a fraction of the peak without a bound; or None."""
     if activations is None:
         return None
     bound: float = activations if isinstance(activations, int) else 0
@@ -150,11 +146,7 @@ class Memory(OptionGroup):
         ),
         excludes=(
             Exclusion("on devices of the type {request.device_type!r} yet", _no_parts_of_sums),
-            Exclusion(
-                "buckets",
-                _cut_for_workers,
-                "buckets=25, or another plan of whole gradients",
-            ),
+            Exclusion("buckets", _cut_for_workers, "buckets=25, or another plan of whole gradients"),
         ),
     )
     placement: PlacementName | Mapping[str, str | torch.device] = option(

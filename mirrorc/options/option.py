@@ -44,13 +44,7 @@ _STRICT_KINDS = (bool, str, bytes)  # not numbers or sequences, although Python 
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of a call of `mirrorc.compile`.
-
-    Attributes:
-        asked: arguments by name.
-        devices: this worker's devices.
-        pipeline: the passes of the step; empty until they are known.
-    """
+    """The arguments of a call of `mirrorc.compile`, by name; ``pipeline`` is empty until its passes are known."""
 
     asked: Mapping[str, Any]
     workers: Workers = ALONE
@@ -71,18 +65,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Exclusion:
-    """A reason to refuse an option.
+    """A reason to refuse an option."""
 
-    Attributes:
-        beside: another option, or a phrase such as "over several workers".
-        why: the reason, if the other option is given; or a function from the request to a reason or "".
-        needs_pipeline: the reason depends on the request's passes.
-    """
-
-    beside: str
-    why: str | Callable[[Request], str]
+    beside: str  # another option, or a phrase such as "over several workers"
+    why: (
+        str | Callable[[Request], str]
+    )  # if the other option is given; or a function from the request to a reason or ""
     remedy: str = ""  # or else to leave out one of the two
-    needs_pipeline: bool = False
+    needs_pipeline: bool = False  # the reason depends on the request's passes
 
 
 WITHOUT_OPTIMIZER = Exclusion(
@@ -94,17 +84,11 @@ WITHOUT_OPTIMIZER = Exclusion(
 
 @dataclass(frozen=True)
 class NeededPasses:
-    """The passes of the default pipeline that implement an option.
+    """The passes of the default pipeline that implement an option."""
 
-    Attributes:
-        names: names of passes, or a function from the option's value to them.
-        instead: the remedy if ``passes=`` is given, or a function; ``{value}`` stands for the option's value.
-        may_be_in_passes: the option may be given with ``passes=`` that include the named passes.
-    """
-
-    names: Sequence[str] | Callable[[Any], Sequence[str]]
-    instead: str | Callable[[Any], str]
-    may_be_in_passes: bool = False
+    names: Sequence[str] | Callable[[Any], Sequence[str]]  # or a function from the option's value to them
+    instead: str | Callable[[Any], str]  # the remedy if ``passes=`` is given; ``{value}`` stands for the option's value
+    may_be_in_passes: bool = False  # the option may be given with ``passes=`` that include the named passes
 
     def names_for(self, value: Any) -> Sequence[str]:
         return self.names(value) if callable(self.names) else self.names
@@ -165,11 +149,7 @@ class Option:
 
 
 class OptionGroup:
-    """The base of frozen dataclasses with options of one topic. Each field is made by `option`.
-
-    Attributes:
-        keyword: the group's keyword in `mirrorc.compile`.
-    """
+    """The base of frozen dataclasses with options of one topic, fields by `option`; ``keyword`` of `mirrorc.compile`."""
 
     keyword: ClassVar[str]
 
@@ -177,11 +157,8 @@ class OptionGroup:
         known = [each.name for each in dataclasses.fields(cls)]  # type: ignore[arg-type]
         for name, value in fields.items():
             if name in FORMER:
-                raise problem(
-                    TypeError,
-                    f"MC1006: mirrorc.{cls.__name__} has no {name!r}",
-                    fix=FORMER[name].format(value=_spelled(value)),
-                )
+                fix = FORMER[name].format(value=_spelled(value))
+                raise problem(TypeError, f"MC1006: mirrorc.{cls.__name__} has no {name!r}", fix=fix)
             if name not in known:
                 raise TypeError(
                     f"MC1005: mirrorc.{cls.__name__} got an unexpected keyword argument {name!r}; "
@@ -233,11 +210,7 @@ class Options:
         return {**alone, **dict.fromkeys(self.groups)}
 
     def declare(self, option: Option) -> None:
-        """Adds an option from outside of the package, as a keyword of `mirrorc.compile`.
-
-        Raises:
-            ValueError: an option has this name already.
-        """
+        """Adds an option from outside of the package, under a new name, as a keyword of `mirrorc.compile`."""
         if option.name in self._records or option.name in ("model", "devices", "batch", *self.groups, *FORMER):
             raise ValueError(
                 f"MC4005: there is an option {option.name!r} already, or was one: give this one another name"
@@ -250,13 +223,8 @@ class Options:
         del self._records[name]
 
     def by_name(self, asked: Mapping[str, Any], declared: Mapping[str, Any]) -> dict[str, Any]:
-        """All options by name, from the keywords of a call. If a group is None, its options have their defaults.
-
-        Args:
-            declared: keywords other than parameters of `mirrorc.compile`.
-
-        Raises:
-            TypeError: a keyword is not an option, or has an object of another type than its group.
+        """All options by name, from the keywords of a call; ``declared`` are no parameters of `mirrorc.compile`. If a
+        group is None, its options have their defaults.
         """
         for name in declared.keys() - (self._records.keys() - self._builtin):
             raise TypeError(self._why_no_option(name, declared[name]))
@@ -306,15 +274,12 @@ class Options:
                     )
             is_there = passes is not None and {*names} <= {getattr(entry, "name", "") for entry in passes}
             if passes is not None and not (option.passes.may_be_in_passes and is_there):
-                raise problem(
-                    ValueError,
-                    f"MC1004: {option.text(value)} and passes= cannot be combined",
-                    "the pipeline given with passes= decides it",
-                    (
-                        option.passes.remedy_for(value),
-                        "compiler=mirrorc.Compiler(add=..., disable=...) in place of passes=",
-                    ),
+                why = "the pipeline given with passes= decides it"
+                fix = (
+                    option.passes.remedy_for(value),
+                    "compiler=mirrorc.Compiler(add=..., disable=...) in place of passes=",
                 )
+                raise problem(ValueError, f"MC1004: {option.text(value)} and passes= cannot be combined", why, fix)
 
     def check_exclusions(self, request: Request) -> None:
         """Refuses options that another option, the devices, or several workers exclude."""
@@ -327,12 +292,8 @@ class Options:
                 if exclusion.needs_pipeline == has_pipeline and (why := self._reason(exclusion, request)):
                     beside = self._beside(exclusion.beside, request)
                     either = [f"leave {name}= out" for name in (option.name, exclusion.beside) if name in self._records]
-                    raise problem(
-                        ValueError,
-                        f"MC1003: {option.text(value)} cannot be used {beside}",
-                        why,
-                        exclusion.remedy or either,
-                    )
+                    fix = exclusion.remedy or either
+                    raise problem(ValueError, f"MC1003: {option.text(value)} cannot be used {beside}", why, fix)
 
     def _reason(self, exclusion: Exclusion, request: Request) -> str:
         if callable(exclusion.why):

@@ -21,11 +21,7 @@ REST = "*"
 
 
 def placing(model: ModelState, devices: Sequence[Device], placement: Any) -> dict[str, Any]:
-    """Arguments of `mirrorc.passes.default_pipeline` for the placement of parameters.
-
-    Raises:
-        ValueError: ``placement`` names an unknown parameter, device or rule, or two owners of one parameter.
-    """
+    """Arguments of `mirrorc.passes.default_pipeline` for the placement of parameters."""
     if placement == "auto":
         return {}
     return _named(placement, model, devices) if isinstance(placement, Mapping) else {"placement": placement}

@@ -22,15 +22,7 @@ from mirrorc.pipeline.protocol import Pass
 
 
 def step_pipeline(request: Request, parameters: Mapping[str, Any]) -> tuple[list[Pass], list[str]]:
-    """The passes of a step, and remarks on the arguments.
-
-    Args:
-        parameters: arguments of `mirrorc.passes.default_pipeline`; unused with ``passes=``.
-
-    Raises:
-        ValueError: an option does not fit these passes.
-        PassError: the passes are not a pipeline of a whole step.
-    """
+    """The passes of a step, and remarks on the arguments. With ``passes=``, ``parameters`` of the default are unused."""
     base = default_pipeline(**parameters) if request["passes"] is None else request["passes"]
     added = [*OPTIONS.placed(request), *request["add"]]
     pipeline = resolve_sharing(select_passes(put_in(select_passes(base, ()), added), request["disable"]))

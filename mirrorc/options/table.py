@@ -131,11 +131,7 @@ OPTIONS = Options(
 
 
 def checked_arguments(asked: Mapping[str, Any], declared: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The checked arguments of `mirrorc.compile` by option, including those set by ``mode``; and remarks.
-
-    Raises:
-        TypeError, ValueError: an argument is not an option, or its value is not allowed.
-    """
+    """The checked arguments of `mirrorc.compile` by option, including those set by ``mode``; and remarks."""
     asked = OPTIONS.by_name(asked, declared)
     OPTIONS.check_kinds(asked)
     if asked["mode"] is None:

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from mirrorc.cluster.place import Place
-from mirrorc.cluster.tf_config import place_by_tf_config
+from mirrorc.cluster.place import Place, place_by_tf_config
 
 CLUSTER = {"chief": ["host-0:1"], "worker": ["host-1:2", "[::1]:3"]}
 WORKERS = {"worker": ["host-0:1", "host-1:1"]}

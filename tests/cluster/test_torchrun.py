@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from mirrorc.cluster.place import Place
-from mirrorc.cluster.torchrun import place_by_torchrun
+from mirrorc.cluster.place import Place, place_by_torchrun
 
 SET = {
     "RANK": "5",

@@ -23,7 +23,7 @@ import torch
 import train_workers
 from worker_processes import ENVIRONMENT, free_port
 
-from mirrorc.checkpoints.folders import read
+from mirrorc.checkpoints.checkpoint import read
 
 ROOT = Path(__file__).parents[2]
 EAGER = ("--backend", "eager")

@@ -41,7 +41,7 @@ def _calls() -> Iterator[tuple[str, str, ast.Call]]:
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Name)
-                and node.func.id in ("problem", "message")
+                and node.func.id in ("problem", "message", "warn")
             ):
                 what = _text(node.args[1 if node.func.id == "problem" else 0])
                 if what is not None:

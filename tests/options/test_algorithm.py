@@ -11,7 +11,7 @@ from torch import nn
 import mirrorc
 from mirrorc.all_reduce_algorithms import ReduceToOne, Ring
 from mirrorc.ir.links import Link, register_link, unregister_link
-from mirrorc.options.algorithm import algorithm_of
+from mirrorc.options.communication import algorithm_of
 from mirrorc.options.table import grouped
 
 

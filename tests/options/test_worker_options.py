@@ -20,8 +20,8 @@ from mirrorc.errors import ExecutionError, PassError
 from mirrorc.ir import ops
 from mirrorc.ir.devices import Device
 from mirrorc.ir.program import Program
+from mirrorc.options.step_options import joined_workers
 from mirrorc.options.table import grouped
-from mirrorc.options.worker_options import joined_workers
 from mirrorc.packing import ByBytes
 from mirrorc.verifier.verifier import verify
 

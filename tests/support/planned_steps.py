@@ -6,6 +6,7 @@ from torch import nn
 
 import mirrorc
 from mirrorc.api import make_step
+from mirrorc.coordination.compile_round import JointCompilation
 from mirrorc.options.table import OPTIONS, grouped
 
 
@@ -14,4 +15,4 @@ def step_of_world(
 ) -> mirrorc.Step:
     """A step that can be prepared, and not called; options by name, as `grouped` takes them."""
     arguments = {**OPTIONS.keywords, **grouped(options), "model": model, "devices": devices}
-    return make_step(arguments, {}, None, world.worker(rank))
+    return make_step(arguments, {}, JointCompilation(), world.worker(rank))
