@@ -1,7 +1,5 @@
 """Messages of a module of `mirrorc.data_parallel` are in its words: its user has no step, and has called no `mirrorc.compile`."""
 
-from __future__ import annotations
-
 import os
 import re
 import warnings

@@ -99,10 +99,7 @@ def test_programs_of_other_steps_are_refused() -> None:
         train(other, 4)
         train(step, 4)
         for report in (step.explain, step.memory):
-            with pytest.raises(
-                ValueError,
-                match=r"MC5005: the program that was given .*\n  fix:  program=None",
-            ):
+            with pytest.raises(ValueError, match=r"MC5005: the program that was given .*\n  fix:  program=None"):
                 report(other.program)
 
 

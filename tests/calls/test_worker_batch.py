@@ -92,10 +92,7 @@ def test_lists_of_examples_and_other_dims_keep_their_marks() -> None:
 @pytest.mark.parametrize(
     ("batch", "error"),
     [
-        (
-            (torch.zeros(4), torch.zeros(3)),
-            "arguments disagree on dim 0: 'batch[0]' has 4 examples, 'batch[1]' has 3",
-        ),
+        ((torch.zeros(4), torch.zeros(3)), "arguments disagree on dim 0: 'batch[0]' has 4 examples, 'batch[1]' has 3"),
         ({"scale": torch.tensor(1.0)}, "no tensor to split"),
         ({"x": torch.zeros(0, 2)}, "argument 'batch.x' has no examples"),
         (torch.zeros(4, requires_grad=True), "argument 'batch' requires a gradient"),

@@ -1,7 +1,5 @@
 """What workers that have joined find out of each other's processes; here all are in one, but for those that end."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

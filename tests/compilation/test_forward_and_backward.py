@@ -18,6 +18,7 @@ from module_programs import (
     run_cut,
 )
 from selections import exhaustive, slow
+from small_modules import Parts, module_of
 from torch import fx, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -90,12 +91,11 @@ def check(model: nn.Module, x: torch.Tensor, *, argument: bool = True, **how: An
     return both
 
 
-class Drawn(nn.Module):
+class Drawn(Parts):
     """Random views, writes in place and indexing, of a value that a written buffer scales."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.layer, self.operators = nn.Linear(4, 5), [operator for _, operator in drawn_graph(seed)]
+        super().__init__(layer=nn.Linear(4, 5), operators=[operator for _, operator in drawn_graph(seed)])
         self.scale: torch.Tensor
         self.register_buffer("scale", torch.ones(5))
 
@@ -118,31 +118,23 @@ def test_random_graphs_compute_what_autograd_does(seed: int) -> None:
 
 
 def test_values_that_own_their_memory_are_saved_and_views_of_them_are_made_again() -> None:
-    class Viewed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 6)
-
+    class Viewed(Parts):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             left, right = self.layer(x).sin().chunk(2, dim=1)
             return left.t() @ right
 
-    both = check(nn.Sequential(Viewed()), rows(), argument=False)
+    both = check(nn.Sequential(Viewed(layer=nn.Linear(4, 6))), rows(), argument=False)
     assert kept(both) == ["addmm", "sin"]
     assert {"split", "t"} <= {*operators(both.backward)}
 
 
 def test_parameters_the_batch_and_views_of_them_are_read_again() -> None:
-    class Halves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(6, 4))
-
+    class Halves(Parts):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             (up, down), (left, right) = self.weight.chunk(2), x.chunk(2, dim=1)
             return (x @ up.T).sin() + x @ down.T + (left * right).sum()
 
-    both = check(Halves(), rows())
+    both = check(Halves(weight=nn.Parameter(torch.randn(6, 4))), rows())
     assert kept(both) == ["mm"]
     assert both.read_variables == {"weight"} and both.read_leaves == {0}
 
@@ -153,11 +145,10 @@ def test_a_linear_model_keeps_nothing() -> None:
 
 
 def test_values_of_nothing_are_made_again() -> None:
-    class Masked(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * torch.arange(4, dtype=x.dtype) + torch.ones(4, dtype=torch.float64).cumsum(0)
-
-    both = check(Masked(), rows())
+    both = check(
+        module_of(lambda self, x: x * torch.arange(4, dtype=x.dtype) + torch.ones(4, dtype=torch.float64).cumsum(0)),
+        rows(),
+    )
     assert "arange" in operators(both.backward) and "arange" not in kept(both)
 
 
@@ -181,10 +172,9 @@ def test_what_is_made_again_stands_where_it_is_used() -> None:
 
 @pytest.mark.parametrize("is_viewed", [False, True])
 def test_a_buffer_that_forward_writes_is_copied_for_backward(is_viewed: bool) -> None:
-    class Written(nn.Module):
+    class Written(Parts):
         def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
+            super().__init__(layer=nn.Linear(4, 4))
             self.scale: torch.Tensor
             self.register_buffer("scale", torch.full((2, 4), 2.0))
 
@@ -212,11 +202,7 @@ def test_what_may_share_memory_of_an_argument_is_made_again() -> None:
 
 
 def test_what_all_replicas_give_is_kept_once_it_is_there() -> None:
-    class Contrast(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.exp() @ mirrorc.all_gather(x).T
-
-    both = cut_module(Contrast(), rows(), 2, differentiated=[0])
+    both = cut_module(module_of(lambda self, x: x.exp() @ mirrorc.all_gather(x).T), rows(), 2, differentiated=[0])
     for program in (both.forward, both.backward):
         verify(lowered(program))
     assert "rows_of_replicas" in kept(both)
@@ -244,10 +230,9 @@ def test_dropout_has_one_mask_in_both() -> None:
 
 
 def test_backward_that_draws_again_takes_the_seed() -> None:
-    class Checkpointed(nn.Module):
+    class Checkpointed(Parts):
         def __init__(self) -> None:
-            super().__init__()
-            self.block = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 3))
+            super().__init__(block=nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 3)))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return checkpoint(self.block, x, use_reentrant=False).sin()  # type: ignore[no-any-return]
@@ -262,10 +247,9 @@ def test_backward_that_draws_again_takes_the_seed() -> None:
 
 @pytest.mark.slow
 def test_a_value_that_is_computed_again_is_not_kept() -> None:
-    class Scaled(nn.Module):
+    class Scaled(Parts):
         def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.scale, self.head = nn.Linear(4, 32), nn.Parameter(torch.ones(32)), nn.Linear(32, 3)
+            super().__init__(layer=nn.Linear(4, 32), scale=nn.Parameter(torch.ones(32)), head=nn.Linear(32, 3))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             hidden = self.layer(x)
@@ -287,10 +271,9 @@ def test_a_value_that_is_computed_again_is_not_kept() -> None:
 
 @pytest.mark.slow
 def test_passes_on_operators_see_both_halves() -> None:
-    class Convolved(nn.Module):
+    class Convolved(Parts):
         def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.norm, self.head = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Linear(16, 3)
+            super().__init__(conv=nn.Conv2d(2, 4, 3), norm=nn.BatchNorm2d(4), head=nn.Linear(16, 3))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.head(F.gelu(self.norm(self.conv(x)), approximate="tanh").flatten(1))
@@ -320,29 +303,17 @@ def test_gradients_of_arguments_alone_need_no_weight_and_no_buckets() -> None:
 
 
 def test_a_trainable_parameter_that_reaches_no_output_stays_out() -> None:
-    class Detached(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x * self.layer(x).detach()).sin()
-
-    both = check(Detached(), rows())
+    both = check(module_of(lambda self, x: (x * self.layer(x).detach()).sin(), layer=nn.Linear(4, 4)), rows())
     verify(lowered(both.backward))
 
 
 def test_several_outputs_have_a_tangent_each_unless_they_need_no_gradient() -> None:
-    class Several(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
+    class Several(Parts):
         def forward(self, x: torch.Tensor) -> dict[str, Any]:
             hidden = self.layer(x)
             return {"loud": hidden.exp(), "classes": hidden.argmax(1), "quiet": hidden.detach(), "mean": hidden.mean()}
 
-    both = cut_module(Several(), torch.randn(4, 4), 2)
+    both = cut_module(Several(layer=nn.Linear(4, 4)), torch.randn(4, 4), 2)
     assert both.tangents == ("outputs.loud", "outputs.mean")
     tangents = [a for a in both.backward.arguments if a.kind is ArgumentKind.TANGENT]
     assert [(a.leaf, a.has_examples) for a in tangents] == [(1, True), (2, False)]
@@ -401,15 +372,11 @@ def test_memory_that_forward_keeps_is_never_reused() -> None:
 def test_the_weight_of_a_worker_is_in_gradients_of_parameters_alone() -> None:
     """An argument is of one worker, and so is its gradient: that of the worker's own loss."""
 
-    class Summed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(1, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(x.sum(1, keepdim=True))
-
-    model, x, tangents = Summed().double(), rows(), [torch.ones(ROWS, 3, dtype=torch.float64)]
+    model, x, tangents = (
+        module_of(lambda self, x: self.layer(x.sum(1, keepdim=True)), layer=nn.Linear(1, 3)).double(),
+        rows(),
+        [torch.ones(ROWS, 3, dtype=torch.float64)],
+    )
     both = cut_module(model, x, 1, differentiated=[0], workers=World(2).worker(1))
     for program in (both.forward, both.backward):
         verify(lowered(program, over_workers=True))

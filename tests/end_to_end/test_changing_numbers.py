@@ -1,7 +1,5 @@
 """Python numbers that change from step to step: from the second value on they are inputs of a program, and right to the bit."""
 
-from __future__ import annotations
-
 import enum
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +12,7 @@ import pytest
 import selections
 import torch
 from references import assert_same_model, assert_same_parameters, unchanged
+from small_modules import Parts
 from torch import nn
 from torch.nn import functional as F
 from twins import Twins, compiled_step
@@ -36,12 +35,9 @@ class Plain:
         self.weight = 1.0
 
 
-class Scheduled(nn.Module):
+class Scheduled(Parts):
     def __init__(self, plain: Plain) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-        self.scale = 1.0
-        self.plain = plain
+        super().__init__(layer=nn.Linear(3, 2), scale=1.0, plain=plain)
 
     def forward(self, x: torch.Tensor, step: int, options: dict[str, Any]) -> torch.Tensor:
         y = self.layer(x) / options["temperature"] * self.scale + options["shift"][1]
@@ -50,7 +46,6 @@ class Scheduled(nn.Module):
         return y * (0.5 * (1 + math.cos(math.pi * step / 100))) - self.plain.weight * y.sin()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [2, 1, 3, *selections.exhaustive((4,))])
 def test_forty_values_of_five_numbers_are_three_programs(num_devices: int) -> None:
     torch.manual_seed(0)
@@ -78,7 +73,6 @@ def test_forty_values_of_five_numbers_are_three_programs(num_devices: int) -> No
     assert kinds.count(ArgumentKind.NUMBER) == 7 and kinds.count(ArgumentKind.SEED) == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [2, 1, 3, *selections.exhaustive((4,))])
 def test_numbers_computed_with_the_size_of_a_microbatch(num_devices: int) -> None:
     torch.manual_seed(0)
@@ -107,11 +101,9 @@ def test_numbers_computed_with_the_size_of_a_microbatch(num_devices: int) -> Non
     assert len({remark.partition(":")[2] for remark in told}) == 2
 
 
-class Applied(nn.Module):
+class Applied(Parts):
     def __init__(self, body: Callable[[torch.Tensor, Any], torch.Tensor]) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-        self.body = body
+        super().__init__(layer=nn.Linear(3, 2), body=body)
 
     def forward(self, x: torch.Tensor, given: Any = 1.0, **more: Any) -> torch.Tensor:
         return self.body(self.layer(x), given)
@@ -186,6 +178,7 @@ OF_NUMPY: dict[str, tuple[Callable[..., torch.Tensor], int]] = {
 }
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     "name", ["both sides", *selections.slow(*((name,) for name in OF_NUMPY if name != "both sides"))]
 )
@@ -208,6 +201,7 @@ def test_numpys_numbers_are_inputs_of_one_program_with_the_dtypes_of_plain_pytor
         assert len(programs) <= most, kind
 
 
+@pytest.mark.fast
 def test_an_attribute_that_becomes_numpys_number_is_one_more_program() -> None:
     model = Scheduled(Plain()).double()
     x, target = torch.ones(4, 3).double(), torch.zeros(4, 2).double()
@@ -220,7 +214,6 @@ def test_an_attribute_that_becomes_numpys_number_is_one_more_program() -> None:
         assert "2 compiled programs" in repr(step)
 
 
-@pytest.mark.slow
 def test_a_size_in_numpys_integer_is_a_program_for_each() -> None:
     model = Applied(lambda y, v: y[:, :v] * 1.0).double()
     with compiled_step(model) as step:
@@ -232,7 +225,6 @@ def test_a_size_in_numpys_integer_is_a_program_for_each() -> None:
 FAST = ("a schedule", "branches")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [*FAST, *selections.slow(*((name,) for name in CASES if name not in FAST))])
 def test_what_is_done_with_numbers(name: str) -> None:
     body, values, most = CASES[name]
@@ -250,6 +242,7 @@ def test_what_is_done_with_numbers(name: str) -> None:
     assert len(programs) <= most
 
 
+@pytest.mark.fast
 def test_a_number_that_cannot_be_computed_with_is_the_users_error() -> None:
     model = Applied(lambda y, v: y * (1 / v)).double()
     x, y = torch.ones(4, 3, dtype=torch.float64), torch.zeros(4, 2).double()
@@ -262,7 +255,6 @@ def test_a_number_that_cannot_be_computed_with_is_the_users_error() -> None:
         assert "2 compiled programs" in repr(step)
 
 
-@pytest.mark.slow
 def test_float32_and_autocast_have_the_bits_of_plain_pytorch() -> None:
     torch.manual_seed(0)
     model = Applied(lambda y, v: (y * v + v / (y * y + 1.0)).sum(0, keepdim=True) * v)
@@ -277,19 +269,14 @@ def test_float32_and_autocast_have_the_bits_of_plain_pytorch() -> None:
         assert "3 compiled programs" in repr(pair.step)
 
 
-class Returning(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-
+class Returning(Parts):
     def forward(self, x: torch.Tensor, step: int, scale: float) -> dict[str, Any]:
         y = self.layer(x) * scale
         return {"loss": y.square().mean(), "step": step, "half": step / 2, "y": y}
 
 
-@pytest.mark.slow
 def test_numbers_that_forward_returns_are_those_of_the_step() -> None:
-    model = Returning().double()
+    model = Returning(layer=nn.Linear(3, 2)).double()
     with compiled_step(model, return_outputs=True) as step:
         for i in (3, 5, 8, 5):
             x = torch.randn(4, 3).double()
@@ -299,7 +286,6 @@ def test_numbers_that_forward_returns_are_those_of_the_step() -> None:
             assert torch.allclose(outputs["y"], expected)
 
 
-@pytest.mark.slow
 def test_an_attribute_that_nothing_reads_compiles_once_more() -> None:
     class Counting(Applied):
         count = 0
@@ -313,7 +299,6 @@ def test_an_attribute_that_nothing_reads_compiles_once_more() -> None:
         assert "2 compiled programs" in repr(step)
 
 
-@pytest.mark.slow
 def test_a_program_with_numbers_is_saved_and_read_back(tmp_path: Path) -> None:
     model = Applied(lambda y, v: y * v)
     with compiled_step(model, F.mse_loss) as step:
@@ -332,6 +317,7 @@ def numbers() -> Iterator[ChangingNumbers]:
     yield ChangingNumbers()
 
 
+@pytest.mark.fast
 def test_numbers_that_are_given_up_are_no_inputs(numbers: ChangingNumbers) -> None:
     numbers.add(["a", "b"])
     numbers.give_up(["a"], "it is a size", ["length"])
@@ -341,7 +327,6 @@ def test_numbers_that_are_given_up_are_no_inputs(numbers: ChangingNumbers) -> No
     assert numbers.inputs == {"b"} and not ChangingNumbers(can_be_inputs=False).inputs
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_with_inductor(num_devices: int) -> None:
     torch.manual_seed(0)
@@ -352,10 +337,9 @@ def test_with_inductor(num_devices: int) -> None:
         assert "2 compiled programs" in repr(pair.step)
 
 
-class Tempered(nn.Module):
+class Tempered(Parts):
     def __init__(self, use: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]) -> None:
-        super().__init__()
-        self.words, self.head, self.use = nn.Embedding(20, 8), nn.Linear(8, 4), use
+        super().__init__(words=nn.Embedding(20, 8), head=nn.Linear(8, 4), use=use)
 
     def forward(self, x: torch.Tensor, t: float) -> torch.Tensor:
         return self.head(self.use(self.words(x), x, t).tanh().mean(1))
@@ -377,7 +361,6 @@ BESIDE_SIZES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor, float], torc
 """What is done with a number beside sizes that change, and the number of programs of ten such calls."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", BESIDE_SIZES)
 def test_numbers_beside_sizes_that_change(name: str) -> None:
     torch.manual_seed(0)
@@ -393,7 +376,6 @@ def test_numbers_beside_sizes_that_change(name: str) -> None:
         assert bool(remarks) == (most == 10 and name != "is a length")
 
 
-@pytest.mark.slow
 def test_the_warning_of_many_compilations_says_which_number_keeps_sizes_from_being_symbols() -> None:
     use, _ = BESIDE_SIZES["is multiplied by a size"]
     with twins(Tempered(use).double(), F.mse_loss) as pair, pytest.warns(UserWarning, match="MC3403") as warned:
@@ -402,3 +384,75 @@ def test_the_warning_of_many_compilations_says_which_number_keeps_sizes_from_bei
     (text,) = (str(warning.message) for warning in warned if "MC3403" in str(warning.message))
     assert "sizes are numbers: t changes, too, and cannot be an input beside them" in text
     assert "mirrorc.replicated(torch.tensor(" in text
+
+
+# Python numbers that are nan, which differs from itself: what is read has a program, and not a new one in each step.
+
+
+class Read(Parts):
+    def __init__(self) -> None:
+        super().__init__(layer=nn.Linear(3, 2), scale=1.0)
+
+    def forward(self, x: torch.Tensor, number: Any = None) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)
+        if number is None:
+            number = self.scale
+        if isinstance(number, tuple):
+            number = number[0] + number[1][0]
+        return y + number
+
+
+def set_scale(model: Read, number: float) -> None:
+    model.scale = number
+
+
+PLACES: dict[str, tuple[Callable[[Read, float], Any], int]] = {
+    "an argument": (lambda model, number: number, 3),
+    "an attribute": (set_scale, 3),
+    "a part of a tuple": (lambda model, number: (0.0, (number,)), 4),  # each value of a tuple has a program
+    "numpy's float64": (lambda model, number: np.float64(number), 2),
+    "numpy's float32": (lambda model, number: np.float32(number), 2),
+}
+"""How the model gets a number, and how many programs serve 1, 2, 3 and nan."""
+
+
+def nan_numbers() -> list[float]:
+    """Nan as one object, which is equal to itself in a tuple, and as new ones."""
+    nan, new, other = math.nan, float("nan"), float("nan")
+    return [1.0, nan, nan, new, 2.0, other, 3.0, nan, new]
+
+
+def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (torch.nan_to_num(output, nan=0.5) - target).square().mean()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_nan_again_is_no_new_program_and_outputs_are_nan(place: str) -> None:
+    give, num_programs = PLACES[place]
+    torch.manual_seed(0)
+    programs: list[int] = []
+    of_nan = set()
+    make = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    with Twins(Read().double(), make, loss_fn, return_outputs=True) as pair:
+        for number in nan_numbers():
+            x, target = torch.randn(5, 3, dtype=torch.float64), torch.zeros(5, 2, dtype=torch.float64)
+            expected = pair.twin(x, give(pair.twin, number)).detach()
+            loss, outputs = pair.step(x, give(pair.model, number), target=target)
+            torch.testing.assert_close(outputs, expected, equal_nan=True)
+            torch.testing.assert_close(loss, pair.plain(x, give(pair.twin, number), target=target))
+            assert outputs.isnan().all() if math.isnan(number) else outputs.isfinite().all()
+            programs.append(id(pair.step.programs[-1]))
+            if math.isnan(number):
+                of_nan.add(programs[-1])
+        pair.check()
+    assert len(of_nan) == 1 and len(set(programs)) == num_programs
+
+
+@pytest.mark.fast
+def test_a_loss_that_is_nan_is_that_of_plain_pytorch() -> None:
+    model = Read().double()
+    with compiled_step(model, nn.functional.mse_loss) as step:
+        for number in (1.0, math.nan, 2.0):
+            loss = step(torch.ones(4, 3).double(), number, target=torch.zeros(4, 2).double())
+            assert loss.isnan() == (number != 1.0)
+    assert all(parameter.isnan().all() for parameter in model.parameters())

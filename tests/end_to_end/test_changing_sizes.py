@@ -1,18 +1,27 @@
 """Batches of random sizes in a row: each step is that of a program for its sizes, whatever the model does with them."""
 
-from __future__ import annotations
-
+import collections
+import contextlib
 import copy
+import dataclasses
 import random
+import re
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from selections import exhaustive
+import torch.nn.functional as F
+from references import assert_same_parameters, train_on_one_device, unchanged
+from selections import exhaustive, slow
 from torch import nn
-from torch.nn import functional as F
-from twins import compiled_step
+from twins import batches_of, compiled_step, layers_of_odd_sizes
+
+import mirrorc
+from mirrorc import CaptureError
+from mirrorc.packing import EqualPacks
 
 WORDS = 40
 TOLERANCE = 1e-10
@@ -156,7 +165,6 @@ MODELS: list[type[Sized]] = [Rows, Recurrent, Masked, Images, Bags, Branching, W
 MANY = [(model, seed % 3 + 1, seed) for model in MODELS for seed in (2, *range(5, 15))]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make_model", "num_devices", "seed"), [*((model, 2, 1) for model in MODELS), *exhaustive(*MANY)]
 )
@@ -179,3 +187,233 @@ def test_sizes_in_any_order_train_as_with_a_program_for_each(
     assert losses == pytest.approx(expected, abs=TOLERANCE)
     torch.testing.assert_close(parameters, others, rtol=TOLERANCE, atol=TOLERANCE)
     assert num_programs <= num_sizes
+
+
+# Packings, algorithms and placements may change from one step to the next, or from a run to the one that goes on with it.
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "cut packs": {"buckets": EqualPacks(3)},
+    "a ring over copies": {"algorithm": "ring", "link": "copy"},
+    "cut packs in a tree": {"algorithm": "tree", "link": "copy", "buckets": EqualPacks(2)},
+    "owners": {"placement": "least-loaded"},
+}
+SIZES = (7, 2, 7, 1, 7, 2)  # some batches have fewer examples than there are devices
+
+ADAM = partial(torch.optim.Adam, lr=0.01)
+
+
+def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = layers_of_odd_sizes()
+    return model, ADAM(model.parameters())
+
+
+BATCHES = batches_of(*SIZES, features=7, outputs=3, name="input")
+
+
+def assert_trained(model: nn.Module) -> None:
+    assert_same_parameters(model, train_on_one_device(made()[0], ADAM, BATCHES, F.mse_loss).model)
+
+
+def compiled(model: nn.Module, optimizer: torch.optim.Optimizer, plan: str) -> mirrorc.Step:
+    return compiled_step(model, F.mse_loss, 3, optimizer=optimizer, **PLANS[plan])
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_ragged_batches_are_those_of_one_device(plan: str) -> None:
+    model, optimizer = made()
+    with compiled(model, optimizer, plan) as step:
+        for batch in BATCHES:
+            step(**batch)
+    assert_trained(model)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("owners", "cut packs in a tree"), *slow(("default", "cut packs"), ("a ring over copies", "owners"))],
+)
+def test_two_steps_over_one_model_take_turns(one: str, other: str) -> None:
+    model, optimizer = made()
+    with compiled(model, optimizer, one) as first, compiled(model, optimizer, other) as second:
+        for i, batch in enumerate(BATCHES):
+            (first, second)[i % 2](**batch)
+    assert_trained(model)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("cut packs", "owners"), ("owners", "a ring over copies"), ("cut packs in a tree", "default")]
+)
+def test_another_plan_goes_on_with_a_checkpoint(one: str, other: str) -> None:
+    model, optimizer = made()
+    with compiled(model, optimizer, one) as step:
+        for batch in BATCHES[:3]:
+            step(**batch)
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    model, optimizer = made()
+    with compiled(model, optimizer, other) as step:
+        step(**BATCHES[0])  # in the memory of the other plan, too
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        for batch in BATCHES[3:]:
+            step(**batch)
+    assert_trained(model)
+
+
+# What forward does to containers that it was passed is refused, or said once, at the user's line.
+
+
+@dataclasses.dataclass
+class TwoTensors:
+    hidden: torch.Tensor
+    n: int = 0
+
+
+class Takes(nn.Module):
+    def __init__(self, does: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.does = nn.Linear(3, 3), does
+
+    def forward(self, x: torch.Tensor, given: Any) -> torch.Tensor:
+        y = self.layer(x)
+        return y + self.does(given, y)
+
+
+def append(given: Any, y: torch.Tensor) -> torch.Tensor:
+    last = given[-1]
+    given.append(y.detach())
+    return last
+
+
+def append_to_plain(given: Any, y: torch.Tensor) -> torch.Tensor:
+    given.append(1)
+    return y * len(given)
+
+
+def remember(given: Any, y: torch.Tensor) -> torch.Tensor:
+    last = given["h"]
+    given["h"] = y.detach()
+    return last
+
+
+def count_in_an_empty_dict(given: Any, y: torch.Tensor) -> torch.Tensor:
+    n = given.get("n", 0)
+    given["n"] = n + 1
+    return y * n
+
+
+def count_in_a_dataclass(given: Any, y: torch.Tensor) -> torch.Tensor:
+    given.n += 1
+    return y * given.n
+
+
+def remember_within(given: Any, y: torch.Tensor) -> torch.Tensor:
+    given["inner"]["states"][0] = y
+    return y
+
+
+def read_only(given: Any, y: torch.Tensor) -> torch.Tensor:
+    return given["h"] * len(given) + sum(value for value in given.values())
+
+
+def pop_from_its_own(given: Any, y: torch.Tensor) -> torch.Tensor:
+    def inner(**kwargs: torch.Tensor) -> torch.Tensor:
+        return kwargs.pop("h")
+
+    return inner(**given)
+
+
+def change_a_copy(given: Any, y: torch.Tensor) -> torch.Tensor:
+    given = dict(given)
+    given["n"] = 1
+    return given.pop("h")
+
+
+def copy_a_dataclass(given: Any, y: torch.Tensor) -> torch.Tensor:
+    return dataclasses.replace(given, n=3).hidden * given.n
+
+
+def read_what_is_missing(given: Any, y: torch.Tensor) -> torch.Tensor:
+    return y * len(given["none"])
+
+
+def put_back(given: Any, y: torch.Tensor) -> torch.Tensor:
+    given["h"] = given["h"]
+    return y
+
+
+def step_once(
+    does: Callable[[Any, torch.Tensor], torch.Tensor], given: Any, **options: Any
+) -> list[warnings.WarningMessage]:
+    model = Takes(does)
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        unchanged(model) if does in REFUSED else contextlib.nullcontext(),
+        compiled_step(model, F.mse_loss, **options) as step,
+    ):
+        warnings.simplefilter("always")
+        step(torch.ones(4, 3), given, target=torch.zeros(4, 3))
+    return caught
+
+
+def hidden() -> torch.Tensor:
+    return torch.zeros(4, 3)
+
+
+REFUSED: dict[Callable[[Any, torch.Tensor], torch.Tensor], tuple[list[Callable[[], Any]], str, str]] = {
+    append: ([lambda: [hidden()], lambda: collections.deque([hidden()])], "given", "given.append(y.detach())"),
+    remember: (
+        [lambda: {"h": hidden()}, lambda: collections.OrderedDict(h=hidden())],
+        "given",
+        'given["h"] = y.detach()',
+    ),
+    count_in_an_empty_dict: ([dict], "given", 'given["n"] = n + 1'),
+    count_in_a_dataclass: ([lambda: TwoTensors(hidden())], "given", "given.n += 1"),
+    remember_within: (
+        [lambda: {"inner": {"states": [hidden()]}}],
+        "given.inner.states",
+        'given["inner"]["states"][0] = y',
+    ),
+}
+
+
+def test_a_change_of_a_container_among_the_arguments_is_refused_with_its_line() -> None:
+    for does, (kinds, name, line) in REFUSED.items():
+        for made in kinds:
+            with pytest.raises(CaptureError, match="fix:  change a copy") as refused:
+                step_once(does, made())
+            text = str(refused.value)
+            assert re.search(
+                rf"changes its argument {name!r}\n  at:   {re.escape(__file__)}:\d+  .*{re.escape(line)}", text
+            ), text
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("given", [[], [1, 2]])
+def test_a_list_of_plain_values_among_the_arguments_whose_change_counts_is_not_captured(given: list[int]) -> None:
+    before = list(given)
+    with pytest.raises(CaptureError, match=r"reads and changes given\n  at:   .*given.append\(1\)"):
+        step_once(append_to_plain, given, capture="dynamo")
+    assert given == before
+    step_once(append_to_plain, given)
+    assert given == [*before, 1]
+
+
+def test_arguments_that_are_only_read_or_copied_are_taken() -> None:
+    for does in (read_only, pop_from_its_own, change_a_copy, put_back):
+        assert step_once(does, {"h": hidden()}) == []
+    assert step_once(copy_a_dataclass, TwoTensors(hidden())) == []
+    assert step_once(read_what_is_missing, collections.defaultdict(list, h=hidden())) == []
+    assert step_once(read_what_is_missing, collections.defaultdict(str, h=hidden())) == []
+
+
+@pytest.mark.fast
+def test_items_that_are_taken_out_of_an_argument_are_spoken_of() -> None:
+    for made, does in (
+        ({"h": hidden(), "n": 1}, lambda given, y: given.pop("h")),
+        ([hidden()], lambda given, y: given.pop()),
+    ):
+        (warning,) = step_once(does, made)
+        assert "Takes takes items out of its argument 'given', which stay in yours" in str(warning.message)
+        assert warning.filename == __file__ and made

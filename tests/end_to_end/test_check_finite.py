@@ -1,7 +1,5 @@
 """With check_finite, a step with a loss or gradient that is not finite raises and changes nothing, or is skipped, everywhere."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial
@@ -11,6 +9,8 @@ import pytest
 import torch
 from interrupts import Interrupter, interrupt, python_handles_interrupts
 from lockstep import Lockstep, State, differences
+from references import refused
+from small_modules import module_of
 from torch import nn
 from torch.nn import functional as F
 from twins import compiled_step
@@ -104,7 +104,6 @@ def ways(*usual: str) -> list[Any]:
     return [pytest.param(way, marks=() if way in usual else marks[way]) for way in WAYS]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ways("threads"))
 def test_a_step_that_is_not_finite_raises_and_changes_nothing(way: str) -> None:
     both, num_devices = lockstep(way, True), WAYS[way][1]
@@ -129,7 +128,6 @@ def test_a_step_that_is_not_finite_raises_and_changes_nothing(way: str) -> None:
         assert both.disturbed.step.num_skipped == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ways("one thread"))
 def test_a_skipped_step_returns_its_loss_and_changes_the_random_stream_alone(way: str) -> None:
     both = lockstep(way, "skip")
@@ -154,7 +152,6 @@ def test_a_skipped_step_returns_its_loss_and_changes_the_random_stream_alone(way
         )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ["threads", "by itself, copies"])
 def test_a_first_step_may_be_skipped(way: str) -> None:
     optimizer, devices, options, _ = WAYS[way]
@@ -167,7 +164,6 @@ def test_a_first_step_may_be_skipped(way: str) -> None:
         assert differences(model.state_dict(), before) and len(own.state) == len(list(model.parameters()))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ways())
 def test_checks_change_no_bit(way: str) -> None:
     found: list[State] = []
@@ -179,7 +175,6 @@ def test_checks_change_no_bit(way: str) -> None:
     assert not differences(found[1], found[0]) and not differences(found[2], found[0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ["copies", *(way for way in ("threads", "one thread"))])
 def test_an_interrupt_while_a_step_is_skipped(way: str) -> None:
     both, interrupter, counted = lockstep(way, "skip"), Interrupter(), []
@@ -203,17 +198,6 @@ def test_an_interrupt_while_a_step_is_skipped(way: str) -> None:
     assert outcomes == {0, 1}
 
 
-class Tables(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.padded = nn.Embedding(40, 6), nn.Embedding(40, 6, padding_idx=3)
-        self.last = nn.Linear(6, 5)
-
-    def forward(self, x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        return self.last(self.table(x) + self.padded(x) + noise)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, 1, 3])
 def test_gradients_of_factors_are_looked_at_where_they_are_made(devices: int) -> None:
     found: list[State] = []
@@ -222,7 +206,12 @@ def test_gradients_of_factors_are_looked_at_where_they_are_made(devices: int) ->
     bad[8, 2] = math.nan
     for batches in ([noise, noise, noise], [bad, noise, bad, noise, bad, noise]):
         torch.manual_seed(0)
-        model = Tables()
+        model = module_of(
+            lambda self, x, noise: self.last(self.table(x) + self.padded(x) + noise),
+            table=nn.Embedding(40, 6),
+            padded=nn.Embedding(40, 6, padding_idx=3),
+            last=nn.Linear(6, 5),
+        )
         pipeline = default_pipeline(min_factored_elements=0, check_finite="skip")
         with compiled_step(model, F.cross_entropy, devices, optimizer=ADAMW, passes=pipeline) as step:
             for i, given in enumerate(batches):
@@ -240,7 +229,6 @@ def hooked(optimizer: torch.optim.Optimizer, calls: list[str]) -> torch.optim.Op
     return optimizer
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("check_finite", [True, "skip"])
 def test_hooks_of_the_optimizer_are_not_called(check_finite: Any) -> None:
     calls: list[str] = []
@@ -255,7 +243,6 @@ def test_hooks_of_the_optimizer_are_not_called(check_finite: Any) -> None:
         assert calls == ["before", "after"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.complex64, torch.bfloat16, torch.float32, torch.float64])
 def test_finite_sums_that_overflow_are_finite(dtype: torch.dtype) -> None:
     class Holder(nn.Module):
@@ -286,6 +273,7 @@ def test_finite_sums_that_overflow_are_finite(dtype: torch.dtype) -> None:
             assert torch.equal(model.weight, kept)
 
 
+@pytest.mark.fast
 def test_a_program_says_what_is_checked_and_is_replayed_from_its_text_and_its_file(tmp_path: Any) -> None:
     step, _, _ = maker(ADAMW, 2, check_finite="skip")()
     with step:
@@ -302,6 +290,7 @@ def test_a_program_says_what_is_checked_and_is_replayed_from_its_text_and_its_fi
         assert str(again) == text and again.properties == program.properties
 
 
+@pytest.mark.fast
 def test_what_contradicts_check_finite_is_refused() -> None:
     model = Net()
     own = ADAMW(model.parameters())
@@ -320,9 +309,136 @@ def test_what_contradicts_check_finite_is_refused() -> None:
         passes.CheckFinite("stop")
 
 
-@pytest.mark.slow
 def test_a_pipeline_of_ones_own_may_check() -> None:
     pipeline = default_pipeline(check_finite=True, buckets=ByBytes(1e-4, 1e-4))
     step, _, _ = maker(ADAMW, 2, passes=pipeline, buckets="auto")()
     with step, pytest.raises(NonFiniteError, match="'scale'"):
         step(**batch(**BAD_GRADIENT))
+
+
+# check_replicas_every finds memory of one replica that has gone bad, before a step spreads it.
+
+
+MIRRORED: dict[str, Any] = {"disable": ["share-parameters"], "buckets": ByBytes(1e-4, 1e-4)}
+
+
+BATCH = {"x": torch.linspace(-1, 1, 36).reshape(6, 6).sin(), "target": torch.tensor([0, 1, 2, 0, 1, 2])}
+
+
+def compiled(
+    devices: int, every: int, optimizer: Any = torch.optim.AdamW, **options: Any
+) -> tuple[Any, nn.Module, Any]:
+    torch.manual_seed(0)
+    model = module_of(
+        lambda self, x: self.last(self.norm(self.first(x))) * self.frozen,
+        first=nn.Linear(6, 8),
+        norm=nn.BatchNorm1d(8),
+        last=nn.Linear(8, 3),
+        frozen=nn.Parameter(torch.ones(3), requires_grad=False),
+    )
+    own = optimizer(model.parameters(), lr=0.01)
+    given = {"loss_fn": F.cross_entropy, "backend": "eager", "check_replicas_every": every, **options}
+    return mirrorc.compile(model, devices, optimizer=own, **grouped(given)), model, own
+
+
+def flip_a_bit(tensor: torch.Tensor) -> None:
+    tensor.detach().view(-1).view(torch.uint8).numpy()[-1] ^= 1
+
+
+@pytest.mark.parametrize(
+    ("devices", "replica", "who"),
+    [(3, 1, "cpu:1 differs from cpu:0 and cpu:2 \\(\\d bytes?\\)"), (2, 0, "none has a majority")],
+)
+def test_a_parameter_gone_bad_is_named_until_a_checkpoint_is_loaded(devices: int, replica: int, who: str) -> None:
+    step, model, own = compiled(devices, 3, **MIRRORED)
+    with step:
+        for _ in range(3):
+            step(**BATCH)  # the third is checked
+        kept = {name: value.clone() for name, value in model.state_dict().items()}
+        flip_a_bit(step.variables["last.weight"].values[replica])
+        flip_a_bit(step.variables["norm.bias"].values[replica])
+        for _ in range(2):
+            step(**BATCH)  # not checked
+        for _ in range(2):  # nothing has been mended in between
+            with refused(
+                ExecutionError, rf"'norm.bias' are not equal any more\n.*{who}.*\n.*\n.*load a checkpoint", model, own
+            ):
+                step(**BATCH)
+        model.load_state_dict(kept)
+        own.load_state_dict(own.state_dict())
+        for _ in range(4):
+            step(**BATCH)
+        for name, _ in model.named_parameters():
+            assert all(torch.equal(value, step.variables[name].value) for value in step.variables[name].values)
+
+
+def test_bad_state_of_the_optimizer_is_named() -> None:
+    for optimizer, entry in ((torch.optim.AdamW, "exp_avg_sq"), (torch.optim.RMSprop, "square_avg")):
+        step, _, own = compiled(2, 1, optimizer, **MIRRORED)
+        with step:
+            for _ in range(2):
+                step(**BATCH)
+            found = next(t for _, key, t in step._state.optimizers.copies() if key == entry)
+            flip_a_bit(found[1][:1])
+            with pytest.raises(ExecutionError, match=rf"the replicas' copies of {entry} of '[\w.]+' are not equal"):
+                step(**BATCH)
+            own.load_state_dict(own.state_dict())
+            step(**BATCH)
+
+
+@pytest.mark.fast
+def test_copies_of_what_an_optimizer_by_itself_updates_are_compared_too() -> None:
+    step, model, _ = compiled(2, 1, torch.optim.Adadelta, **MIRRORED)
+    with step:
+        step(**BATCH)
+        flip_a_bit(step.variables["first.bias"].values[1])
+        with pytest.raises(ExecutionError, match=r"the replicas' copies of 'first\.bias' are not equal any more"):
+            step(**BATCH)
+        model.load_state_dict(model.state_dict())
+        step(**BATCH)
+        assert torch.equal(*step.variables["first.bias"].values)
+
+
+@pytest.mark.fast
+def test_calls_for_gradients_copy_parameters_in_place_of_comparing_them() -> None:
+    step, _, _ = compiled(2, 1, **MIRRORED)
+    with step:
+        step(**BATCH)
+        copies = step.variables["first.bias"].values
+        flip_a_bit(copies[1])
+        assert not torch.equal(*copies)
+        step.gradients(**BATCH)
+        assert torch.equal(*copies)
+
+
+def test_what_replicas_have_of_their_own_is_not_compared() -> None:
+    step, model, _ = compiled(3, 1, **MIRRORED)
+    with step:
+        for training in (True, True, False, False, True):
+            model.train(training)
+            step(**BATCH)
+        values = step.variables["norm.running_mean"].values
+        assert not torch.equal(values[0], values[1])
+
+
+def test_devices_that_share_their_parameters_are_said_to_have_nothing_to_compare() -> None:
+    for devices, options, why in (
+        (1, {}, "there is one device"),
+        (2, {}, "parameters and optimizer state are kept once for all devices"),
+        (2, MIRRORED, None),
+    ):
+        step, _, _ = compiled(devices, 1, **options)
+        with step:
+            step(**BATCH)
+            step(**BATCH)
+            said = f"# remark: check_replicas_every has nothing to compare: {why}"
+            assert (said in str(step.program)) is (why is not None)
+
+
+@pytest.mark.fast
+def test_wrong_numbers_are_refused() -> None:
+    for every, error in ((-1, ValueError), (True, TypeError), (1.5, TypeError), ("2", TypeError), (None, TypeError)):
+        with pytest.raises(error, match="check_replicas_every is"):
+            compiled(2, every)  # type: ignore[arg-type]
+    step, _, _ = compiled(2, 0)
+    step.close()

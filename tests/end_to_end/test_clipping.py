@@ -1,7 +1,5 @@
 """Clipped gradients are those of one device: clip_grad_norm=, clip_grad_value=, step.grad_norm."""
 
-from __future__ import annotations
-
 import copy
 import math
 from functools import partial
@@ -69,7 +67,6 @@ class Pair(Twins):
         return norm
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "num_devices", "norm_type"),
     [
@@ -95,7 +92,6 @@ def test_the_norm_is_that_of_one_device(way: str, num_devices: int, norm_type: f
             torch.testing.assert_close(step.grad_norm, norm, rtol=1e-9, atol=0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "options"),
     [(3, UNSHARED | SMALL), *slow((2, SMALL)), *exhaustive((1, {}), (2, {"check_finite": True}))],
@@ -118,6 +114,7 @@ def test_groups_have_bounds_of_their_own(num_devices: int, options: dict[str, An
         torch.testing.assert_close(step.grad_norm[1], norm, rtol=1e-9, atol=0)
 
 
+@pytest.mark.fast
 def test_a_group_that_is_added_needs_a_bound_of_its_own() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
@@ -135,7 +132,6 @@ def test_a_group_that_is_added_needs_a_bound_of_its_own() -> None:
         step(x, target=target)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "options"),
     [(2, SMALL), *slow((3, UNSHARED | SMALL)), *exhaustive((1, {}), (2, {"check_finite": "skip"}))],
@@ -157,7 +153,6 @@ def test_elements_are_bounded_after_the_norm(num_devices: int, options: dict[str
 FUSED = {kind.__name__: kind for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad)}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_devices", "options"),
     [
@@ -194,7 +189,6 @@ def test_fused_updates_scale_gradients_as_they_read_them(name: str, num_devices:
     assert ["scale(" in text for text in texts] == ["disable" in options and num_devices > 1, True]
 
 
-@pytest.mark.slow
 def test_a_norm_is_measured_without_a_bound() -> None:
     with (pair := Pair(SGD, 2, clip_grad_norm=math.inf)).step as step:
         with pytest.raises(
@@ -209,7 +203,6 @@ def test_a_norm_is_measured_without_a_bound() -> None:
         assert torch.equal(kept, before) and not torch.equal(step.grad_norm, before)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [2, *slow((1,))])
 def test_what_is_not_finite_spreads_as_in_a_plain_loop_and_the_table_recovers(num_devices: int) -> None:
     with (pair := Pair(SGD, num_devices, clip_grad_norm=1.0)).step as step:
@@ -224,7 +217,6 @@ def test_what_is_not_finite_spreads_as_in_a_plain_loop_and_the_table_recovers(nu
             pair.train(5, lambda net: nn.utils.clip_grad_norm_(net.parameters(), 1.0))
 
 
-@pytest.mark.slow
 def test_a_check_comes_before_the_clipping() -> None:
     x, bad = torch.randint(0, 3000, (5,)), torch.full((5, 3), math.inf, dtype=torch.float64)
     with (pair := Pair(SGD, 2, clip_grad_norm=1.0, check_finite=True)).step as step:
@@ -240,7 +232,6 @@ def test_a_check_comes_before_the_clipping() -> None:
         assert step.grad_norm.isfinite()
 
 
-@pytest.mark.slow
 def test_other_dtypes_and_tiny_models() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.complex64):
         for num_devices in (1, 2, 3):
@@ -263,7 +254,6 @@ def test_other_dtypes_and_tiny_models() -> None:
                 assert_same_parameters(net, plain, tolerance)
 
 
-@pytest.mark.slow
 def test_small_steps_clip_in_one_thread_with_the_same_bits() -> None:
     def trained(is_interleaved: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -281,6 +271,7 @@ def test_small_steps_clip_in_one_thread_with_the_same_bits() -> None:
     assert all(map(torch.equal, trained(True), trained(False)))
 
 
+@pytest.mark.fast
 def test_what_it_refuses() -> None:
     net = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -305,7 +296,6 @@ def test_what_it_refuses() -> None:
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
 
-@pytest.mark.slow
 def test_groups_of_two_dtypes_are_bounded_whichever_comes_first() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3).double())

@@ -1,7 +1,5 @@
 """Every plan of buckets, every algorithm and every placement together, against one device; and which pairs are refused."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re
@@ -127,7 +125,6 @@ def every_pair(axes: Sequence[Sequence[Any]]) -> Iterator[Combination]:
         yield Combination(*(axis[place] for axis, place in zip(axes, best, strict=True)))
 
 
-@pytest.mark.slow
 def test_packings_algorithms_and_placements_together() -> None:
     rows = list(zip(itertools.cycle(PACKINGS), ALGORITHMS, strict=False))[::2]  # every other algorithm once
     check(Combination(buckets, name, devices=3) for buckets, name in rows)
@@ -135,6 +132,7 @@ def test_packings_algorithms_and_placements_together() -> None:
     check(Combination(buckets, placement=place, link="copy") for buckets, place in places)
 
 
+@pytest.mark.fast
 def test_what_is_refused_together_is_in_the_table() -> None:
     """Each row of the table with its first values, and nothing of it with one value alone."""
     for values, _ in REFUSED:
@@ -146,7 +144,6 @@ def test_what_is_refused_together_is_in_the_table() -> None:
             assert not refusal(Combination(**{**given, axis: getattr(Combination(), axis)}))
 
 
-@pytest.mark.slow
 def test_every_two_values_come_together() -> None:
     check(Combination(buckets, placement=place, link="copy") for buckets in PACKINGS for place in PLACEMENTS)
     check(every_pair((PACKINGS, tuple(ALGORITHMS), PLACEMENTS[:2], NUM_DEVICES, LINKS)))
@@ -243,7 +240,6 @@ def one_steps(seeds: Iterable[int]) -> None:
             raise
 
 
-@pytest.mark.slow
 def test_options_that_are_drawn_together() -> None:
     one_steps(range(8))
 
@@ -254,6 +250,7 @@ def test_many_options_that_are_drawn_together(case: int) -> None:
     one_steps(range(100 + 40 * case, 140 + 40 * case))
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     "placement", ["central", *slow(("least-loaded",), ({"narrow.weight": "cpu:1", "*": "cpu:2"},))]
 )

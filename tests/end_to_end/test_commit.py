@@ -1,7 +1,5 @@
 """A step takes place on all replicas or not at all, whatever stops it and whenever, and training goes on afterwards."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random
@@ -18,6 +16,7 @@ import torch
 from interrupts import Interrupter, fail, interrupt, python_handles_interrupts
 from lockstep import Lockstep, Training
 from selections import slow
+from small_modules import module_of
 from torch import nn
 from torch.nn import functional as F
 from twins import compiled_step
@@ -45,21 +44,17 @@ WAYS: dict[str, tuple[Any, dict[str, Any], bool]] = {  # the optimizer, options,
 }
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.dropout = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)
-        self.last = nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.dropout(self.norm(self.first(x))))
-
-
 def maker(
     optimizer: Any = ADAMW, **options: Any
 ) -> Callable[[], tuple[mirrorc.Step, nn.Module, torch.optim.Optimizer]]:
     def make() -> tuple[mirrorc.Step, nn.Module, torch.optim.Optimizer]:
-        model = Net()
+        model = module_of(
+            lambda self, x: self.last(self.dropout(self.norm(self.first(x)))),
+            first=nn.Linear(6, 8),
+            norm=nn.BatchNorm1d(8),
+            dropout=nn.Dropout(0.3),
+            last=nn.Linear(8, 3),
+        )
         own, sizes = optimizer(model.parameters()), {"buckets": ByBytes(1e-4, 1e-4)}
         step = compiled_step(model, F.cross_entropy, optimizer=own, timeout=60, **sizes, **options)
         return step, model, own
@@ -85,7 +80,6 @@ def lockstep(way: str) -> Lockstep:
 MARKS = {way: [] if way in ("threads", "one thread") else [pytest.mark.slow] for way in WAYS}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "how", "stride"),
     [
@@ -117,7 +111,6 @@ def test_what_comes_at_any_place_of_the_callers_thread(way: str, how: Any, strid
     assert how is fail or {True, False} == set(outcomes), "a step is stopped before its commit and finished after it"
 
 
-@pytest.mark.slow
 def test_what_comes_while_torch_turns_gradients_off_or_on() -> None:
     interrupter, counted = Interrupter(lambda filename: filename.endswith("autograd/grad_mode.py")), list[int]()
     both = lockstep("one thread")
@@ -142,7 +135,6 @@ def alarm(frame: Any) -> None:
     too_long(signal.SIGTERM, frame)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stride", [293, pytest.param(19, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("way", ["threads", "one thread"])
 def test_what_the_handler_of_another_signal_raises(way: str, stride: int) -> None:
@@ -180,10 +172,10 @@ class Sender(threading.Thread):
         os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "an optimizer by itself, copies"])
 @pytest.mark.parametrize(
-    "count",
-    [pytest.param(25, marks=pytest.mark.slow), pytest.param(300, marks=pytest.mark.exhaustive)],
+    "count", [pytest.param(25, marks=pytest.mark.slow), pytest.param(300, marks=pytest.mark.exhaustive)]
 )
 def test_real_interrupts_at_random_moments(way: str, count: int) -> None:
     gc.collect()  # Python drops what a handler raises while garbage of other tests calls back
@@ -215,6 +207,7 @@ def test_real_interrupts_at_random_moments(way: str, count: int) -> None:
     pytest.fail("they should come before the commit, and after it")
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(("replica", "options"), [(1, COPIES), *slow((1, {}), (0, COPIES))])
 def test_a_first_step_that_cannot_make_the_optimizers_state_is_undone(
     replica: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -240,7 +233,6 @@ def test_a_first_step_that_cannot_make_the_optimizers_state_is_undone(
             both.go_on()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("replica", "options"), [(1, {}), (0, COPIES), (1, COPIES)])
 def test_a_step_that_cannot_make_state_for_momentum_turned_on_later_is_undone(
     replica: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -280,7 +272,6 @@ TORN = (
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, COPIES], ids=["shared", "copies"])
 def test_an_optimizer_that_fails_half_way_is_said_to_be_torn(options: dict[str, Any]) -> None:
     step, model, optimizer = maker(Careless, **options)()
@@ -298,7 +289,6 @@ def test_an_optimizer_that_fails_half_way_is_said_to_be_torn(options: dict[str, 
         assert all(torch.equal(*step.variables[name].values) for name, _ in model.named_parameters())
 
 
-@pytest.mark.slow
 def test_a_handler_of_the_users_is_called_and_put_back() -> None:
     both, interrupter, calls = lockstep("threads"), Interrupter(), []
 
@@ -318,6 +308,7 @@ def test_a_handler_of_the_users_is_called_and_put_back() -> None:
             assert signal.getsignal(signal.SIGINT) is other
 
 
+@pytest.mark.fast
 def test_an_interrupt_is_kept_only_as_long_as_a_step_may_take_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     guard, commit = InterruptGuard(), CommitPoint((), 1.0)
     with python_handles_interrupts():

@@ -1,7 +1,5 @@
 """The same meaning on GPUs: one, and two logical devices on one. Runs where torch sees a GPU."""
 
-from __future__ import annotations
-
 import copy
 import sys
 import warnings
@@ -18,7 +16,7 @@ from mirrorc import ExecutionError
 from mirrorc.runtime.execution.cuda_graphs import NUM_WARM_UP_STEPS
 from mirrorc.torch_internals import adagrad_is_fused_on_gpus
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+pytestmark = [pytest.mark.fast, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")]
 
 DEVICES = {"one": ["cuda:0"], "two-logical": ["cuda:0", "cuda:0/1"]}
 
@@ -180,13 +178,7 @@ def train(
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
     losses = []
     with compiled_step(
-        model,
-        F.cross_entropy,
-        ["cuda:0"],
-        optimizer=optimizer,
-        backend=backend,
-        cuda_graphs=cuda_graphs,
-        buckets=0.001,
+        model, F.cross_entropy, ["cuda:0"], optimizer=optimizer, backend=backend, cuda_graphs=cuda_graphs, buckets=0.001
     ) as step:
         for i in range(num_steps * len(sizes)):
             size = sizes[i % len(sizes)]

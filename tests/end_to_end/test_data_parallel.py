@@ -1,7 +1,5 @@
 """A module of `mirrorc.data_parallel` trains in a loop of the user's own as the plain model does on one device."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import pickle
@@ -14,12 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from module_twins import EAGER, PLAIN, QUIET, Both, assert_close, batch, net
+from small_modules import Parts, module_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import mirrorc
 from mirrorc.errors import CaptureError, ExecutionError
+
+pytestmark = pytest.mark.fast
 
 
 @pytest.fixture(params=[EAGER, pytest.param(PLAIN, marks=pytest.mark.slow)], ids=["compiled", "plain"])
@@ -140,17 +141,13 @@ def test_outputs_of_an_object() -> None:
         logits: torch.Tensor
         loss: torch.Tensor
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 3).double()
-
+    class Model(Parts):
         def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Output:
             logits = self.layer(x)
             return Output(logits, F.cross_entropy(logits, labels))
 
     torch.manual_seed(0)
-    both = Both(Model(), 3)
+    both = Both(Model(layer=nn.Linear(6, 3).double()), 3)
 
     def train(model: nn.Module) -> torch.Tensor:
         x, y = batch(7)
@@ -307,12 +304,8 @@ def test_a_graph_is_kept_if_asked(both: Both) -> None:
         output.sum().backward()
 
 
-class Reading(nn.Module):
+class Reading(Parts):
     """Backward reads a part of a parameter, an attribute that is no parameter, and parts of its argument."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.scale = nn.Parameter(torch.ones(4, 3).double()), torch.full((2,), 2.0).double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first, second = self.weight.chunk(2)
@@ -322,7 +315,7 @@ class Reading(nn.Module):
 
 @pytest.mark.parametrize("written", selections.slow_but(["weight"], ["weight", "scale", "x", "part"]))
 def test_what_backward_reads_again_may_not_be_written_before(written: str) -> None:
-    both = Both(Reading(), 2)
+    both = Both(Reading(weight=nn.Parameter(torch.ones(4, 3).double()), scale=torch.full((2,), 2.0).double()), 2)
     x = batch(6)[0]
     argument = mirrorc.PerReplica([x[:3].clone(), x[3:].clone()]) if written == "part" else x
     both.parallel(argument).sum().backward()
@@ -339,15 +332,7 @@ def test_what_backward_reads_again_may_not_be_written_before(written: str) -> No
 
 
 def test_an_output_without_a_gradient_is_that_of_an_evaluation(both: Both) -> None:
-    class Choice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 3).double()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(x).argmax(1)
-
-    both = Both(Choice(), 2)
+    both = Both(module_of(lambda self, x: self.layer(x).argmax(1), layer=nn.Linear(6, 3).double()), 2)
     own, other = both.run(lambda model: model(batch(5)[0]))
     assert torch.equal(own, other) and not own.requires_grad
     both.close()
@@ -364,15 +349,12 @@ def test_what_it_cannot_keep_is_refused(both: Both) -> None:
         )
     outside = torch.ones(3, dtype=torch.float64, requires_grad=True)
 
-    class Outside(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 3).double()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(x) * outside
-
-    with mirrorc.data_parallel(Outside(), 2, compiler=EAGER) as model, pytest.raises(CaptureError, match="MC3305"):
+    with (
+        mirrorc.data_parallel(
+            module_of(lambda self, x: self.layer(x) * outside, layer=nn.Linear(6, 3).double()), 2, compiler=EAGER
+        ) as model,
+        pytest.raises(CaptureError, match="MC3305"),
+    ):
         model(x)
     both.parallel.module = net()
     with pytest.raises(ValueError, match="MC1206"):
@@ -432,16 +414,15 @@ def test_it_is_not_moved(both: Both) -> None:
 
 @pytest.mark.slow
 def test_checkpoints_autocast_and_a_scaler() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.last = nn.Linear(6, 16), nn.Linear(16, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.last(checkpoint(lambda v: self.inner(v).relu(), x, use_reentrant=False))
-
     torch.manual_seed(0)
-    both = Both(Block(), 2)
+    both = Both(
+        module_of(
+            lambda self, x: self.last(checkpoint(lambda v: self.inner(v).relu(), x, use_reentrant=False)),
+            inner=nn.Linear(6, 16),
+            last=nn.Linear(16, 3),
+        ),
+        2,
+    )
 
     def train(model: nn.Module) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -554,15 +535,13 @@ def test_sparse_gradients_and_tied_parameters() -> None:
 
 @pytest.mark.slow
 def test_arguments_that_get_a_gradient_in_several_ways(both: Both) -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 3).double()
-
-        def forward(self, x: torch.Tensor, scale: torch.Tensor, states: dict[str, torch.Tensor]) -> torch.Tensor:
-            return self.layer(x) * scale + states["hidden"].sum(0)
-
-    both = Both(Scaled(), 2)
+    both = Both(
+        module_of(
+            lambda self, x, scale, states: self.layer(x) * scale + states["hidden"].sum(0),
+            layer=nn.Linear(6, 3).double(),
+        ),
+        2,
+    )
     leaves = [torch.randn(shape, dtype=torch.float64) for shape in ((5, 6), (3,), (4, 5, 3))]
     grads = []
     for model in both:

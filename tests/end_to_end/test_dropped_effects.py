@@ -1,7 +1,5 @@
 """What a captured step does not do again is refused, or said once, at the user's line; what is harmless is not spoken of."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import functools
@@ -16,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from references import unchanged
+from references import refused, unchanged
 from torch import nn
 from twins import compiled_step
 
@@ -105,10 +103,7 @@ def find_out_on_a_class(net: Net, y: torch.Tensor) -> None:
 
 
 def train(model: nn.Module, loss_fn: Any = F.mse_loss, **options: Any) -> list[warnings.WarningMessage]:
-    with (
-        warnings.catch_warnings(record=True) as caught,
-        compiled_step(model, loss_fn, **options) as step,
-    ):
+    with warnings.catch_warnings(record=True) as caught, compiled_step(model, loss_fn, **options) as step:
         warnings.simplefilter("always")
         for num_examples in (4, 4, 5):
             step(torch.ones(num_examples, 3), target=torch.zeros(num_examples, 3))
@@ -116,10 +111,7 @@ def train(model: nn.Module, loss_fn: Any = F.mse_loss, **options: Any) -> list[w
 
 
 SAID: list[tuple[Callable[[Any, torch.Tensor], object], tuple[str, ...]]] = [
-    (
-        lambda net, y: net.acts.append(y),
-        ("Net changes model.acts", "net.acts.append(y)", "return it from forward"),
-    ),
+    (lambda net, y: net.acts.append(y), ("Net changes model.acts", "net.acts.append(y)", "return it from forward")),
     (lambda net, y: net.log("loss", y.detach()), ("Net changes model.metrics['loss']", "self.metrics[name] = value")),
     (
         lambda net, y: logging.getLogger("mirrorc_tests.net").warning("shape %s", y.shape),
@@ -135,7 +127,6 @@ SAID: list[tuple[Callable[[Any, torch.Tensor], object], tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.slow
 def test_what_is_not_done_again_is_said_once_at_its_line() -> None:
     for does, words in SAID:
         model = Net(does)
@@ -146,7 +137,6 @@ def test_what_is_not_done_again_is_said_once_at_its_line() -> None:
     assert "Net changes model.acts" in str(warning.message)
 
 
-@pytest.mark.slow
 def test_what_a_hook_or_a_loss_keeps_in_a_local_variable_is_spoken_of_by_its_name() -> None:
     model = nn.Sequential(nn.Linear(3, 3))
     model[0].register_forward_hook(lambda module, given, output: activations.append(output))
@@ -171,7 +161,6 @@ def test_what_a_hook_or_a_loss_keeps_in_a_local_variable_is_spoken_of_by_its_nam
     assert acts == []
 
 
-@pytest.mark.slow
 def test_what_leaves_nothing_behind_is_not_spoken_of() -> None:
     assert train(Net(add_auxiliary_losses)) == [] == train(Net(find_out))
     if not IS_OLD:
@@ -181,6 +170,7 @@ def test_what_leaves_nothing_behind_is_not_spoken_of() -> None:
     assert train(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.1))) == []
 
 
+@pytest.mark.fast
 def test_numbers_that_python_would_give_anew_in_each_step_are_refused() -> None:
     generator, counter = random.Random(0), itertools.count()
     cases: dict[str, tuple[str, Callable[[Any, torch.Tensor], object]]] = {
@@ -202,25 +192,19 @@ def kept(kind: str) -> torch.Tensor:
     return torch.ones(3) if kind == "constant" else torch.rand(3) if kind == "drawn" else torch.empty(3).bernoulli_(0.5)
 
 
-@pytest.mark.slow
 def test_random_numbers_that_a_function_keeps_are_refused() -> None:
     for kind in ("drawn", "drawn in place"):
         model = Net(lambda net, y: y * kept(kind))  # noqa: B023
-        with (
-            unchanged(model),
-            pytest.raises(CaptureError, match=r"(?s)keeps its random numbers.*test_dropped_effects\.py:.*fix:"),
-        ):
+        with refused(CaptureError, r"(?s)keeps its random numbers.*test_dropped_effects\.py:.*fix:", model):
             train(model)
     assert train(Net(lambda net, y: y * kept("constant"))) == []
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("does", "words"),
     [
-        (
-            count,
-            ("MC2301", "test_dropped_effects.py:", "net.steps += 1", "self.x.copy_(value)"),
-        ),
+        (count, ("MC2301", "test_dropped_effects.py:", "net.steps += 1", "self.x.copy_(value)")),
         (
             count_elsewhere,
             ("reads and changes counts['steps']", "test_dropped_effects.py:", "fix:  keep it in a buffer"),
@@ -284,7 +268,6 @@ def mean_of_recent(y: torch.Tensor) -> Any:
     return sum(recent)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("does", "name"),
     [
@@ -307,7 +290,6 @@ def test_a_change_that_the_next_step_would_read_is_refused_though_nothing_was_th
     assert not missed and not log and not cache and not found and not recent and not vars(notes)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("entry", [lambda y: y, lambda y: {"of": [y, 1], "shape": (y.shape, None)}])
 def test_what_is_only_collected_is_spoken_of(entry: Any) -> None:
     model = Net(lambda net, y: log.append(entry(y)))
@@ -329,7 +311,6 @@ class Statistics(nn.Module):
         return self.layer(x - self.mean)
 
 
-@pytest.mark.slow
 def test_a_buffer_that_an_assignment_writes_in_place_is_written_in_each_step() -> None:
     torch.manual_seed(0)
     model = Statistics().double()

@@ -12,15 +12,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from references import (
-    assert_same_model,
-    assert_trains_alike,
-    train_mirrored,
-    train_on_one_device,
-    unchanged,
-)
+from references import assert_same_model, assert_trains_alike, train_mirrored, train_on_one_device, unchanged
 from selections import exhaustive
-from tiny_models import MODELS, make_mlp, mlp_batch
+from small_modules import Parts, module_of
+from tiny_models import make_mlp, mlp_batch
 from torch import nn
 from twins import MlpTwins, Twins, compiled_step
 
@@ -44,16 +39,14 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 # A loss that is a view of a parameter
 
 
-class LossIsParameter(nn.Module):
+class LossIsParameter(Parts):
     def __init__(self, give: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.weight, self.give = nn.Parameter(normal(2)), give
+        super().__init__(weight=nn.Parameter(normal(2)), give=give)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.give(self.weight)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_a_loss_that_is_a_view_of_a_parameter_is_that_before_the_update(backend: str) -> None:
     for give in (
@@ -71,7 +64,6 @@ def test_a_loss_that_is_a_view_of_a_parameter_is_that_before_the_update(backend:
                     assert torch.allclose(give(model.weight), before - 0.1, rtol=TOLERANCE)
 
 
-@pytest.mark.slow
 def test_the_verifier_refuses_to_return_a_view_of_what_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mirrorc.capture.dynamo.dynamo_front_end._copy_aliased_loss", lambda graph: None)
     for devices in (1, 2):
@@ -99,21 +91,11 @@ def hold_until_released(x: torch.Tensor) -> torch.Tensor:
 hold_until_released.register_fake(torch.empty_like)
 
 
-class Holds(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(hold_until_released(x)).mean()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("held_rows", [[0, 2], [2]], ids=["every-replica", "one-replica"])
 @pytest.mark.parametrize("release_first", [True, False])
 def test_after_a_timeout_no_call_gives_an_old_loss(held_rows: list[int], release_first: bool) -> None:
     RELEASE.clear()
-    model = Holds()
+    model = module_of(lambda self, x: self.layer(hold_until_released(x)).mean(), layer=nn.Linear(2, 1))
     good = torch.ones(4, 2)
     bad = good.clone()
     bad[held_rows] = HELD
@@ -137,10 +119,9 @@ def test_after_a_timeout_no_call_gives_an_old_loss(held_rows: list[int], release
 # A forward that assigns state
 
 
-class Assigns(nn.Module):
+class Assigns(Parts):
     def __init__(self, assign: Callable[[Assigns], None]) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 1)
+        super().__init__(layer=nn.Linear(2, 1))
         self.register_buffer("average", torch.tensor(1.0))
         self.count = 0
         self._assign = assign
@@ -158,7 +139,6 @@ def write_into_the_buffer(model: Assigns) -> None:
     model.average.add_(1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, 1])
 def test_a_forward_that_assigns_state_is_refused(devices: int) -> None:
     model = Assigns(count)
@@ -171,6 +151,7 @@ def test_a_forward_that_assigns_state_is_refused(devices: int) -> None:
     assert model.count == 0
 
 
+@pytest.mark.fast
 def test_a_forward_that_writes_into_a_buffer_trains() -> None:
     model = Assigns(write_into_the_buffer)
     with compile_eager(model) as step:
@@ -179,23 +160,7 @@ def test_a_forward_that_writes_into_a_buffer_trains() -> None:
     assert model.average == 4.0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["vit", "gpt2-own-loss", "bert"])
-def test_hugging_faces_bookkeeping_is_no_state(name: str) -> None:
-    tiny = MODELS[name]
-    assert_trains_alike(tiny.make(torch.float32), SGD, tiny.batches(4, torch.float32, steps=1), 2, tolerance=1e-5)
-
-
 # Layouts of parameters
-
-
-class TransposedParameter(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(normal(5, 3).t())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(x @ self.weight)
 
 
 def channels_last_net() -> nn.Module:
@@ -205,15 +170,9 @@ def channels_last_net() -> nn.Module:
         return nn.Sequential(*layers).double().to(memory_format=torch.channels_last)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("disabled", "backend"),
-    [
-        ((), "eager"),
-        (("share-parameters",), "eager"),
-        ((), "inductor"),
-        (("share-parameters",), "inductor"),
-    ],
+    [((), "eager"), (("share-parameters",), "eager"), ((), "inductor"), (("share-parameters",), "inductor")],
 )
 def test_a_channels_last_model(backend: str, disabled: tuple[str, ...]) -> None:
     model = channels_last_net()
@@ -229,11 +188,10 @@ def test_a_channels_last_model(backend: str, disabled: tuple[str, ...]) -> None:
     assert_trains_alike(model, ADAM, batches, 2, F.cross_entropy, tolerance=1e-9, **options)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("disabled", [(), ("share-parameters",)], ids=["shared", "mirrored"])
 def test_a_transposed_parameter(backend: str, disabled: tuple[str, ...]) -> None:
-    model = TransposedParameter()
+    model = module_of(lambda self, x: torch.tanh(x @ self.weight), weight=nn.Parameter(normal(5, 3).t()))
     assert not model.weight.is_contiguous()
     batches = [{"x": normal(8, 3, seed=i), "target": normal(8, 5, seed=10 + i)} for i in range(3)]
     options = {"backend": backend, "disable": disabled}
@@ -251,7 +209,6 @@ class HasEmptyParameter(nn.Module):
         return (x * self.before).mean() ** 2 * 0 + (x * self.before * self.after).mean() + self.empty.sum()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "backend"),
     [(3, "eager"), (1, "eager"), (2, "inductor"), *exhaustive((2, "eager"), (1, "inductor"), (3, "inductor"))],
@@ -270,37 +227,18 @@ def test_a_parameter_without_elements(devices: int, dtype: torch.dtype, backend:
 # Names and values of arguments
 
 
-class TakesAnything(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 1).double()
-
-    def forward(self, **values: torch.Tensor) -> torch.Tensor:
-        return self.layer(sum(values.values())).mean()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("names", [("class", "class_"), ("seed", "args"), ("from",), ("lambda", "None")])
 def test_keywords_of_python_are_names_of_arguments(names: tuple[str, ...]) -> None:
-    model = TakesAnything()
+    model = module_of(lambda self, **values: self.layer(sum(values.values())).mean(), layer=nn.Linear(2, 1).double())
     batches = [{name: normal(5, 2, seed=i) for i, name in enumerate(names)}]
     assert_trains_alike(model, SGD, batches, 2, tolerance=TOLERANCE)
 
 
-class Chooses(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(2, 1)
-        self.b = nn.Linear(2, 1)
-
-    def forward(self, x: torch.Tensor, layer: str) -> torch.Tensor:
-        return (self.a if layer == "a" else self.b)(x).mean()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("disabled", [(), ("share-parameters",)], ids=["shared", "mirrored"])
 def test_variables_of_a_second_program_that_has_not_run(disabled: tuple[str, ...]) -> None:
-    model = Chooses()
+    model = module_of(
+        lambda self, x, layer: (self.a if layer == "a" else self.b)(x).mean(), a=nn.Linear(2, 1), b=nn.Linear(2, 1)
+    )
     x = torch.ones(4, 2)
     with compile_eager(model, disable=disabled) as step:
         step(x, "a")
@@ -317,7 +255,6 @@ def test_variables_of_a_second_program_that_has_not_run(disabled: tuple[str, ...
         assert set(step.variables) == {"a.weight", "a.bias"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["x", "target"])
 def test_an_array_of_numpy_is_refused(name: str) -> None:
     model = make_mlp()
@@ -329,27 +266,22 @@ def test_an_array_of_numpy_is_refused(name: str) -> None:
         step(**batch)
 
 
+@pytest.mark.fast
 def test_an_array_of_numpy_inside_of_an_argument_is_refused() -> None:
-    class TakesADict(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(2, 1)
-
-        def forward(self, features: dict[str, Any]) -> torch.Tensor:
-            return self.layer(features["x"]).mean()
-
-    with compile_eager(TakesADict()) as step, pytest.raises(TypeError, match=r"(?s)features.*torch\.from_numpy"):
+    with (
+        compile_eager(
+            module_of(lambda self, features: self.layer(features["x"]).mean(), layer=nn.Linear(2, 1))
+        ) as step,
+        pytest.raises(TypeError, match=r"(?s)features.*torch\.from_numpy"),
+    ):
         step({"x": torch.ones(4, 2), "mask": [np.ones(4)]})
 
 
+@pytest.mark.fast
 def test_sizes_per_replica_are_told_beside_a_whole_tensor() -> None:
     model = nn.Linear(2, 1)
     x = mirrorc.PerReplica([torch.ones(3, 2), torch.ones(5, 2)])
-    with (
-        compile_eager(model, loss_fn=F.mse_loss) as step,
-        unchanged(model),
-        pytest.raises(ValueError) as caught,
-    ):
+    with compile_eager(model, loss_fn=F.mse_loss) as step, unchanged(model), pytest.raises(ValueError) as caught:
         step(x, target=torch.ones(8, 1))
     text = str(caught.value)
     assert "target" in text
@@ -360,18 +292,17 @@ def test_sizes_per_replica_are_told_beside_a_whole_tensor() -> None:
 # Modes of autograd around a call
 
 
-@pytest.mark.slow
 def test_a_call_without_gradients_enabled_trains_all_the_same() -> None:
     with MlpTwins(SGD) as pair:
         for is_enabled in (False, True, False):
             batch = pair.next_batch()
             with torch.set_grad_enabled(is_enabled):
                 loss = pair.step(**batch)
+                assert torch.is_grad_enabled() == is_enabled
             torch.testing.assert_close(loss, pair.plain(**batch))
         pair.check()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("first_call", [True, False])
 def test_a_call_in_inference_mode(first_call: bool) -> None:
     with MlpTwins(SGD) as pair:
@@ -389,7 +320,6 @@ def test_a_call_in_inference_mode(first_call: bool) -> None:
         pair.model(mlp_batch(6)["x"]).sum().backward()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_parameter_that_gets_other_strides_between_steps_keeps_its_state_in_order(devices: int) -> None:
     """Torch's fused kernel itself would take the state for numbers in the order of the parameter's new memory."""
@@ -403,60 +333,42 @@ def test_a_parameter_that_gets_other_strides_between_steps_keeps_its_state_in_or
                 each.weight.data = each.weight.detach().t().contiguous().t()
 
 
-class NoScalarLoss(torch.nn.Module):
-    """Its parameter does not lie densely, and its loss is refused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.zeros(8)[::2])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.scale
-
-
+@pytest.mark.fast
 def test_a_refused_model_keeps_its_memory() -> None:
-    model = NoScalarLoss()
+    """Its parameter does not lie densely, and its loss is refused."""
+    model = module_of(lambda self, x: x * self.scale, scale=nn.Parameter(torch.zeros(8)[::2]))
     address, strides = model.scale.data_ptr(), model.scale.stride()
-    with compiled_step(model) as step, pytest.raises(mirrorc.CaptureError, match="no scalar"):
+    with compiled_step(model) as step, pytest.raises(CaptureError, match="no scalar"):
         step.prepare(torch.ones(4, 4))
     assert (model.scale.data_ptr(), model.scale.stride()) == (address, strides)
 
 
-class MeanByHand(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-
+class MeanByHand(Parts):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = torch.tensor([1.0 / len(x)] * len(x), dtype=x.dtype)
         return (self.linear(x).square().sum(1) * rows).sum() + self.linear(x).sum() / torch.tensor(float(len(x)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "backend"),
     [(3, "eager"), (1, "eager"), (2, "inductor"), *exhaustive((2, "eager"), (1, "inductor"), (3, "inductor"))],
 )
 def test_constants_that_follow_the_number_of_examples_are_each_shards_own(devices: int, backend: Any) -> None:
-    with Twins(MeanByHand().double(), devices=devices, backend=backend, tolerance=1e-12) as pair:
+    with Twins(MeanByHand(linear=nn.Linear(3, 2)).double(), devices=devices, backend=backend, tolerance=1e-12) as pair:
         for seed in range(3):
             pair.train(normal(7, 3, seed=seed))
         pair.check()
 
 
-class ScaledBySize(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-        self.scales = [torch.ones(2), torch.ones(2)]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.linear(x) * self.scales[len(x) % 2]).square().mean()
-
-
-@pytest.mark.slow
 def test_constants_that_are_only_equal_stay_two() -> None:
-    with Twins(ScaledBySize(), tolerance=1e-6) as pair:
+    with Twins(
+        module_of(
+            lambda self, x: (self.linear(x) * self.scales[len(x) % 2]).square().mean(),
+            linear=nn.Linear(3, 2),
+            scales=[torch.ones(2), torch.ones(2)],
+        ),
+        tolerance=1e-6,
+    ) as pair:
         for scale in (1.0, 3.0):
             for own, _ in pair.sides:
                 own.scales[1].fill_(scale)  # in place: what was compiled stays true
@@ -467,21 +379,20 @@ def test_constants_that_are_only_equal_stay_two() -> None:
         pair.check()
 
 
-class Namesakes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.a_weight = nn.Parameter(torch.ones(5, 3)), nn.Parameter(torch.ones(3))
-        self.a = nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return self.a((x @ self.weight) * weight) * self.a_weight
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_parameters_that_are_called_like_arguments_or_like_one_another(backend: str) -> None:
     torch.manual_seed(0)
     x, weight, target = (torch.randn(4, size, dtype=torch.float64) for size in (5, 3, 3))
-    with Twins(Namesakes().double(), loss_fn=F.mse_loss, backend=backend, tolerance=1e-12) as pair:
+    with Twins(
+        module_of(
+            lambda self, x, weight: self.a((x @ self.weight) * weight) * self.a_weight,
+            weight=nn.Parameter(torch.ones(5, 3)),
+            a_weight=nn.Parameter(torch.ones(3)),
+            a=nn.Linear(3, 3),
+        ).double(),
+        loss_fn=F.mse_loss,
+        backend=backend,
+        tolerance=1e-12,
+    ) as pair:
         pair.train(x, weight, target=target)
         pair.check()

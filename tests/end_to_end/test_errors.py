@@ -1,7 +1,5 @@
 """Every refusal says what, where and what to do, leaves model and optimizer as they are, and the step usable."""
 
-from __future__ import annotations
-
 import copy
 import re
 import threading
@@ -15,6 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from references import unchanged
+from selections import slow_but
+from small_modules import Parts, module_of
 from tiny_models import make_mlp, mlp_batch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,6 +28,8 @@ from mirrorc.ir.program import Program, Stage
 from mirrorc.options.table import grouped
 from mirrorc.passes import Replicate
 from mirrorc.runtime.execution import executor
+
+pytestmark = pytest.mark.fast
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 
@@ -222,51 +224,29 @@ def test_no_cpp_compiler_falls_back_to_eager(monkeypatch: pytest.MonkeyPatch) ->
 # Arguments of a step
 
 
-def scalar_target(batch: dict[str, Any]) -> dict[str, Any]:
-    return {**batch, "target": torch.tensor(1)}
-
-
-WRONG_BATCHES: list[tuple[Any, Any, tuple[str, ...]]] = [
-    (
-        lambda b: {"x": b["x"][:0], "target": b["target"][:0]},
-        ValueError,
-        ("'x' has no examples", "leaves the empty batch"),
-    ),
-    (lambda b: {**b, "target": b["target"][:4]}, ValueError, ("'x' has 5", "'target' has 4", "mirrorc.replicated")),
-    (scalar_target, ValueError, ("'target' is a scalar tensor", "mirrorc.replicated(target)")),
-    (lambda b: {"x": 1.0, "target": 2}, ValueError, ("no tensor to split", "torch.tensor(batch), as an argument")),
+PerReplica = mirrorc.PerReplica
+NOT_SPLIT: list[tuple[Callable[[dict[str, Any]], dict[str, Any]], tuple[str, ...]]] = [
+    (lambda b: {"x": b["x"][:0], "target": b["target"][:0]}, ("'x' has no examples", "leaves the empty batch")),
+    (lambda b: {**b, "target": b["target"][:4]}, ("'x' has 5", "'target' has 4", "mirrorc.replicated")),
+    (lambda b: {**b, "target": torch.tensor(1)}, ("'target' is a scalar tensor", "mirrorc.replicated(target)")),
+    (lambda b: {"x": 1.0, "target": 2}, ("no tensor to split", "torch.tensor(batch), as an argument")),
     (
         lambda b: {k: mirrorc.replicated(v) for k, v in b.items()},
-        ValueError,
         ("no tensor to split", "leave mirrorc.replicated() out"),
     ),
-    (lambda b: {"x": b["x"]}, TypeError, ("target is missing", "step(x, target=y)")),
     (
-        lambda b: {**b, "x": mirrorc.PerReplica([b["x"]])},
-        ValueError,
+        lambda b: {**b, "x": PerReplica([b["x"]])},
         ("'x' is a PerReplica of 1 values", "3 replicas", "of 3 values, one for each device"),
     ),
-    (lambda b: {**b, "x": mirrorc.PerReplica([])}, ValueError, ("'x'", "one value for each replica")),
-    (
-        lambda b: {**b, "x": mirrorc.PerReplica([b["x"], [b["x"]], b["x"]])},
-        ValueError,
-        ("'x'", "all have the same structure"),
-    ),
-    (
-        lambda b: {**b, "x": mirrorc.PerReplica([b["x"][:0]] * 3)},
-        ValueError,
-        ("disagree on dim 0", "'x' has 0 examples, 'target' has 5"),
-    ),
-    (
-        lambda b: {name: mirrorc.PerReplica([value[:0]] * 3) for name, value in b.items()},
-        ValueError,
-        ("'x' has no examples on any replica",),
-    ),
-    (
-        lambda b: {**b, "x": mirrorc.PerReplica([torch.tensor(1.0)] * 3)},
-        ValueError,
-        ("'x' is a PerReplica of scalars", "dim 0"),
-    ),
+    (lambda b: {**b, "x": PerReplica([])}, ("'x'", "one value for each replica")),
+    (lambda b: {**b, "x": PerReplica([b["x"], [b["x"]], b["x"]])}, ("'x'", "all have the same structure")),
+    (lambda b: {**b, "x": PerReplica([b["x"][:0]] * 3)}, ("disagree on dim 0", "'x' has 0 examples, 'target' has 5")),
+    (lambda b: {k: PerReplica([v[:0]] * 3) for k, v in b.items()}, ("'x' has no examples on any replica",)),
+    (lambda b: {**b, "x": PerReplica([torch.tensor(1.0)] * 3)}, ("'x' is a PerReplica of scalars", "dim 0")),
+]
+WRONG_BATCHES: list[tuple[Any, Any, tuple[str, ...]]] = [
+    *((spoil, ValueError, words) for spoil, words in NOT_SPLIT),
+    (lambda b: {"x": b["x"]}, TypeError, ("target is missing", "step(x, target=y)")),
     (lambda b: {**b, "x": b["x"][:, :4]}, CaptureError, ("MC2103: Mlp or its loss raised", "tiny_models.py", "fix:  ")),
     (lambda b: {**b, "unknown": 3}, (TypeError, CaptureError), ("'unknown'",)),
     (lambda b: {"target": b["target"]}, (TypeError, CaptureError), ("'x'",)),
@@ -289,11 +269,9 @@ def test_wrong_batches() -> None:
 # What cannot be captured
 
 
-class Bad(nn.Module):
+class Bad(Parts):
     def __init__(self, fault: str) -> None:
-        super().__init__()
-        self.fault = fault
-        self.layer = nn.Linear(6, 3).double()
+        super().__init__(fault=fault, layer=nn.Linear(6, 3).double())
         self.register_buffer("seen", torch.zeros(3).double())
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -383,14 +361,8 @@ def test_a_loss_that_no_optimized_parameter_reaches() -> None:
 # Failures while a step runs
 
 
-class Embedder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, 4)
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(self.table(x))
+def embedder() -> nn.Module:
+    return module_of(lambda self, x: self.layer(self.table(x)), table=nn.Embedding(5, 4), layer=nn.Linear(4, 3))
 
 
 @pytest.mark.slow
@@ -411,7 +383,7 @@ def test_a_failure_in_one_replica(make_optimizer: Callable[..., torch.optim.Opti
         "self.table(x)",
         "No parameter",
     )
-    with Twins(Embedder().double(), make_optimizer, F.cross_entropy) as pair:
+    with Twins(embedder().double(), make_optimizer, F.cross_entropy) as pair:
         for _ in range(2):
             with unchanged(pair.model, pair.optimizer), refuses(ExecutionError, *words):
                 pair.step(**bad)
@@ -431,7 +403,7 @@ def test_after_a_failure_nothing_of_the_step_is_left_running(monkeypatch: pytest
         return is_done[0]
 
     monkeypatch.setattr(executor, "wait_device", wait_device)
-    model = Embedder()
+    model = embedder()
     with compiled_step(model, F.cross_entropy) as step:
         y = torch.zeros(4, dtype=torch.int64)
         step(torch.tensor([0, 1, 2, 3]), target=y)
@@ -449,16 +421,11 @@ def test_after_a_failure_nothing_of_the_step_is_left_running(monkeypatch: pytest
 
 @pytest.mark.slow
 def test_a_failure_leaves_batch_norms_statistics_as_they_were() -> None:
-    class Normalized(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(4)
-            self.embed = Embedder()
-
-        def forward(self, features: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-            return self.norm(features).sum(dim=1, keepdim=True) + self.embed(x)
-
-    model = Normalized()
+    model = module_of(
+        lambda self, features, x: self.norm(features).sum(dim=1, keepdim=True) + self.embed(x),
+        norm=nn.BatchNorm1d(4),
+        embed=embedder(),
+    )
     optimizer = ADAMW(model.parameters())
     features, target = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 0])
     with compiled_step(model, F.cross_entropy, optimizer=optimizer) as step:
@@ -469,23 +436,24 @@ def test_a_failure_leaves_batch_norms_statistics_as_they_were() -> None:
         assert torch.allclose(model.norm.running_mean, (replicas[0] + replicas[1]) / 2)
 
 
-@pytest.mark.slow
-def test_a_step_after_close() -> None:
+@pytest.mark.parametrize("is_called_before", slow_but([False], [True, False]))
+def test_a_step_after_close(is_called_before: bool) -> None:
     model = make_mlp()
     optimizer = ADAMW(model.parameters())
     step = compile_mlp(model, optimizer=optimizer)
-    step(**mlp_batch(4))
+    if is_called_before:
+        step(**mlp_batch(4))
     step.close()
     step.close()
-    with unchanged(model, optimizer), refuses(ExecutionError, "the step is closed", "mirrorc.compile("):
+    with unchanged(model, optimizer), refuses(ExecutionError, "MC5003", "the step is closed", "mirrorc.compile("):
         step(**mlp_batch(4))
 
 
 def test_no_program_before_the_first_call() -> None:
     with compile_mlp() as step:
-        for name in ("program", "graphs", "variables"):
-            with refuses(ExecutionError, "no program yet", "step.prepare(x, y)"):
-                getattr(step, name)
+        for read in (lambda: step.program, lambda: step.graphs, lambda: step.variables, step.memory):
+            with refuses(ExecutionError, "no program yet"):
+                read()
 
 
 @pytest.mark.slow
@@ -510,15 +478,6 @@ def hold(x: torch.Tensor) -> torch.Tensor:
 
 hold.register_fake(torch.empty_like)
 hold.register_autograd(lambda ctx, grad: grad)
-
-
-class Held(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 3).double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(torch.ops.mirrorc_tests.hold(x))
 
 
 @pytest.mark.slow
@@ -558,7 +517,10 @@ def test_a_call_within_a_step() -> None:
 def test_a_call_from_a_second_thread() -> None:
     ENTERED.clear(), RELEASE.clear()
     losses: list[torch.Tensor] = []
-    with MlpTwins(ADAMW, model=Held()) as pair:
+    with MlpTwins(
+        ADAMW,
+        model=module_of(lambda self, x: self.layer(torch.ops.mirrorc_tests.hold(x)), layer=nn.Linear(6, 3).double()),
+    ) as pair:
         batch = pair.next_batch()
         thread = threading.Thread(target=lambda: losses.append(pair.step(**batch)))
         thread.start()

@@ -1,7 +1,5 @@
 """`step.evaluate` gives what the model gives on one device without gradients, and changes nothing that training goes on from."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
@@ -11,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import module_twins
 import pytest
 import selections
 import torch
@@ -62,9 +61,7 @@ class Result:
 
 
 def batch(size: int = 6, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(size, 4, dtype=torch.float64, generator=generator)
-    return x, torch.randint(0, 3, (size,), generator=generator)
+    return module_twins.batch(size, seed, features=4)
 
 
 def make(make_model: Callable[[], nn.Module] = Tied) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -110,7 +107,6 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "reduction", "backend"),
     [
@@ -151,7 +147,6 @@ def test_an_evaluation_is_that_of_one_device(num_devices: int, reduction: str, b
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, COPIES], ids=["shared", "copies"])
 def test_training_goes_on_as_if_nothing_were_evaluated(options: dict[str, Any]) -> None:
     """Steps in train mode and evaluations take turns: the same programs run in the same memory, and the random stream goes on."""
@@ -183,7 +178,6 @@ def test_training_goes_on_as_if_nothing_were_evaluated(options: dict[str, Any]) 
         assert step.explain().num_steps == 3  # without the first one
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_in_train_mode_statistics_are_written_and_dropout_draws(num_devices: int) -> None:
     """As under ``torch.no_grad()``: each shard has statistics of its own, as in a training step."""
@@ -237,7 +231,6 @@ def own_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         entry["exp_avg"].mul_(2.0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [COPIES, {}], ids=["copies", "shared"])
 def test_what_the_user_writes_is_seen(options: dict[str, Any]) -> None:
     """A loaded state, averages that are swapped in, other memory, steps of the user's own; and training goes on from it."""
@@ -269,11 +262,7 @@ def test_what_the_user_writes_is_seen(options: dict[str, Any]) -> None:
         assert_same_parameters(pair.model, pair.twin, 1e-10)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "mode",
-    [torch.inference_mode, *(m for m in (torch.no_grad, torch.enable_grad))],
-)
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
 def test_modes_of_the_caller_change_nothing(mode: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
     model, optimizer = make()
     with compiled(model, optimizer) as step, mode():
@@ -290,7 +279,6 @@ def test_modes_of_the_caller_change_nothing(mode: Callable[[], contextlib.Abstra
     assert not any(tensor.is_inference() for tensor in model.state_dict().values())
 
 
-@pytest.mark.slow
 def test_a_step_follows_an_evaluation_in_inference_mode() -> None:
     with Evaluated() as pair:
         with torch.inference_mode():
@@ -302,20 +290,14 @@ def test_a_step_follows_an_evaluation_in_inference_mode() -> None:
         assert_same_parameters(pair.model, pair.twin, 1e-10)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape_outputs",
     [
         pytest.param(lambda logits, loss: SequenceClassifierOutput(loss=loss, logits=logits), id="model output"),
         pytest.param(lambda logits, loss: loss if loss is not None else logits, id="tensor"),
-        *(
-            pytest.param(own, marks=pytest.mark.slow, id=kind)
-            for kind, own in {
-                "dict": lambda logits, loss: {"loss": loss, "logits": logits},
-                "dataclass": lambda logits, loss: Result(logits, loss),
-                "tuple": lambda logits, loss: (loss, logits) if loss is not None else (logits,),
-            }.items()
-        ),
+        pytest.param(lambda logits, loss: {"loss": loss, "logits": logits}, id="dict"),
+        pytest.param(lambda logits, loss: Result(logits, loss), id="dataclass"),
+        pytest.param(lambda logits, loss: (loss, logits) if loss is not None else (logits,), id="tuple"),
     ],
 )
 def test_a_model_that_returns_its_loss(shape_outputs: Callable[..., Any]) -> None:
@@ -337,7 +319,6 @@ def loss_in(found: Any) -> torch.Tensor:
     return found[0] if isinstance(found, tuple) else found["loss"] if isinstance(found, dict) else found.loss
 
 
-@pytest.mark.slow
 def test_without_outputs_only_the_loss_is_kept() -> None:
     model, optimizer = make()
     x, target = batch()
@@ -348,6 +329,7 @@ def test_without_outputs_only_the_loss_is_kept() -> None:
         assert "and the loss" not in str(step.programs[-1]) and "return None" in str(step.programs[-1])
 
 
+@pytest.mark.fast
 def test_what_each_replica_gives_is_given_apart() -> None:
     def outputs(logits: torch.Tensor, loss: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         return logits, (logits > 0).sum(), mirrorc.summed(logits.sum())
@@ -363,7 +345,6 @@ def test_what_each_replica_gives_is_given_apart() -> None:
     assert isinstance(counts, PerReplica) and int(sum(counts.values)) == int(expected[1])
 
 
-@pytest.mark.slow
 def test_a_program_of_an_evaluation_is_kept_printed_and_read(tmp_path: Path) -> None:
     model, optimizer = make()
     model.train()
@@ -394,7 +375,6 @@ def test_a_program_of_an_evaluation_is_kept_printed_and_read(tmp_path: Path) -> 
     assert any("evaluation" in path.read_text() for path in (tmp_path / "dump").rglob("*.txt"))
 
 
-@pytest.mark.slow
 def test_an_evaluation_that_fails_changes_nothing() -> None:
     model, optimizer = make(lambda: nn.Sequential(Asserting(), nn.Dropout(0.5)))
     model.train()
@@ -420,8 +400,7 @@ def test_an_evaluation_that_fails_changes_nothing() -> None:
         step.evaluate(x)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("check_finite", ["skip", *(way for way in (False, True))])
+@pytest.mark.parametrize("check_finite", ["skip", False, True])
 def test_a_loss_that_is_not_finite_is_returned(check_finite: Any) -> None:
     model, optimizer = make()
     x, target = batch()
@@ -439,6 +418,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(("shape_outputs", "options", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_is_no_loss_is_refused(shape_outputs: Callable[..., Any], options: dict[str, Any], message: str) -> None:
     model, optimizer = make(lambda: Labelled(shape_outputs))
@@ -448,7 +428,6 @@ def test_what_is_no_loss_is_refused(shape_outputs: Callable[..., Any], options: 
         step.evaluate(x, **given)
 
 
-@pytest.mark.slow
 def test_arguments_that_forward_reads_and_modes_are_evaluated_anew() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -474,7 +453,6 @@ def test_arguments_that_forward_reads_and_modes_are_evaluated_anew() -> None:
         assert step._specializer.num_programs == 4
 
 
-@pytest.mark.slow
 def test_an_evaluation_works_with_a_captured_optimizers_options() -> None:
     model, _ = make()
     optimizer = torch.optim.Adafactor([p for p in model.parameters() if p.requires_grad], lr=0.01)

@@ -64,7 +64,6 @@ def are_equal(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> boo
     return all(map(torch.equal, one, other))
 
 
-@pytest.mark.slow
 def test_every_pass_with_the_flag_changes_bits() -> None:
     flagged = [one.name for one in everything_on() if traits_of(one).changes_bits]
     assert flagged == [*FLAGGED, "update-in-parts"]  # of which products as small as here may have the same bits
@@ -76,7 +75,6 @@ def test_every_pass_with_the_flag_changes_bits() -> None:
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_leaving_out_a_pass_without_the_flag_keeps_all_bits() -> None:
     exact = trained(EveryFlag, IMAGES, everything_on(), exact_order=True)
     optional = []
@@ -90,6 +88,7 @@ def test_leaving_out_a_pass_without_the_flag_keeps_all_bits() -> None:
     assert {"place-gradients", "schedule-overlap", "share-parameters"} <= {*optional}
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("num_devices", slow_but([3], [2, 3]))
 def test_in_exact_order_gradients_are_summed_in_the_order_of_replicas_whatever_the_buckets(num_devices: int) -> None:
     """The bits are those of the model's own backward on each shard, added up one replica after the other."""
@@ -132,7 +131,6 @@ class Flagged:
         return program
 
 
-@pytest.mark.slow
 def test_what_is_left_out_is_named_and_what_changed_bits_says_so() -> None:
     model = EveryFlag()
     own = {"passes": everything_on(), "add": [mirrorc.after("plan-buckets", Flagged())]}
@@ -147,6 +145,7 @@ def test_what_is_left_out_is_named_and_what_changed_bits_says_so() -> None:
     assert left_out in texts[True] and left_out not in texts[False]
 
 
+@pytest.mark.fast
 def test_exact_order_is_true_or_false() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(TypeError, match="exact_order is 'yes': say True"):

@@ -1,7 +1,5 @@
 """`step.gradients` leaves in ``p.grad`` what plain PyTorch's backward of the whole batch leaves; the update is the user's."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Callable
@@ -13,7 +11,9 @@ import selections
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from module_twins import batch, net
 from references import assert_same_model, unchanged
+from small_modules import module_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -22,20 +22,11 @@ from mirrorc.errors import ExecutionError, NonFiniteError
 from mirrorc.options.table import grouped
 from mirrorc.runtime.state.gradient_state import GradientState
 
+pytestmark = pytest.mark.fast
+
 TOLERANCE = 1e-12
 Batch = tuple[torch.Tensor, torch.Tensor]
 PLAIN: dict[str, Any] = {"capture": "autograd"}
-
-
-def net(*between: nn.Module) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), *between, nn.Tanh(), nn.Linear(8, 3)).double()
-
-
-def batch(size: int, seed: int = 0) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(size, 6, generator=generator, dtype=torch.float64)
-    return x, torch.randint(3, (size,), generator=generator)
 
 
 class Both:
@@ -47,7 +38,7 @@ class Both:
         options = {"backend": "eager", "progress": False, **options}
         self.step = mirrorc.compile(self.model, devices, loss_fn=loss_fn, **grouped(options))
 
-    def __enter__(self) -> Both:
+    def __enter__(self) -> "Both":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -298,15 +289,9 @@ def test_a_kept_gradient_is_the_callers_memory() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_sparse_gradient_is_a_sparse_tensor(devices: int) -> None:
-    class Table(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.head = nn.Embedding(9, 4, sparse=True, padding_idx=0), nn.Linear(4, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(self.table(x).sum(1))
-
-    with Both(Table().double(), devices) as both:
+    parts = {"table": nn.Embedding(9, 4, sparse=True, padding_idx=0), "head": nn.Linear(4, 3)}
+    model = module_of(lambda self, x: self.head(self.table(x).sum(1)), **parts).double()
+    with Both(model, devices) as both:
         for seed in range(2):
             x = torch.randint(9, (6, 2), generator=torch.Generator().manual_seed(seed))
             both.step.gradients(x, batch(6)[1])

@@ -1,7 +1,5 @@
 """Whatever Python reads in forward and loss may change between steps: the next step computes with what is there then."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
@@ -18,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from references import train_step, unchanged
+from small_modules import Parts, module_of
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from twins import compiled_step
@@ -165,7 +164,6 @@ def train(devices: int, num_examples: int) -> dict[str, float]:
         return losses
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("num_devices", "num_examples"), [(1, 4), (2, 5)])
 def test_what_changes_is_seen_by_the_next_step(num_devices: int, num_examples: int) -> None:
     expected, found = train(0, num_examples), train(num_devices, num_examples)
@@ -181,7 +179,6 @@ def batch(num_examples: int = 4) -> dict[str, torch.Tensor]:
     return {"x": torch.ones(num_examples, 3), "target": torch.zeros(num_examples, 3)}
 
 
-@pytest.mark.slow
 def test_values_that_come_back_are_not_compiled_again() -> None:
     with kept(), compiled(nn.Linear(3, 3), Loss()) as step:
         programs = []
@@ -192,6 +189,7 @@ def test_values_that_come_back_are_not_compiled_again() -> None:
         assert programs[0] is programs[2] and programs[1] is programs[3] and programs[0] is not programs[1]
 
 
+@pytest.mark.fast
 def test_what_no_graph_depends_on_compiles_nothing_again() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
     model.best = float("nan")
@@ -217,10 +215,9 @@ def test_what_no_graph_depends_on_compiles_nothing_again() -> None:
         assert step.programs[-1] is program
 
 
-class Reading(nn.Module):
+class Reading(Parts):
     def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
+        super().__init__(layer=nn.Linear(3, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x) * next_number.value
@@ -238,6 +235,7 @@ class _NextNumber:
 next_number = _NextNumber()
 
 
+@pytest.mark.fast
 def test_what_changes_whenever_it_is_read_is_an_error_and_not_compiled_in_every_step() -> None:
     model = Reading()
     given = compiled(model, capture="dynamo")
@@ -245,17 +243,11 @@ def test_what_changes_whenever_it_is_read_is_an_error_and_not_compiled_in_every_
         step(batch()["x"], target=batch()["target"])
 
 
-@pytest.mark.slow
 def test_plain_arguments_differ_by_the_sign_of_zero_and_agree_in_nan() -> None:
-    class Signed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 3)
-
-        def forward(self, x: torch.Tensor, number: float) -> torch.Tensor:
-            return self.layer(x).sum() * 0 + (math.copysign(1.0, number) if number == number else 5.0)
-
-    model = Signed()
+    model = module_of(
+        lambda self, x, number: self.layer(x).sum() * 0 + (math.copysign(1.0, number) if number == number else 5.0),
+        layer=nn.Linear(3, 3),
+    )
     with compiled_step(model) as step:
         assert [step(torch.ones(4, 3), number).item() for number in (0.0, -0.0, 0.0)] == [1.0, -1.0, 1.0]
         assert step(torch.ones(4, 3), float("nan")).item() == 5.0
@@ -271,7 +263,6 @@ READS: dict[str, Callable[[], float]] = {
 }
 
 
-@pytest.mark.slow
 def test_the_environment_is_seen_however_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     x, target = torch.ones(4, 3, dtype=torch.float64), torch.zeros(4, 1, dtype=torch.float64)
     still = functools.partial(torch.optim.SGD, lr=0.0)
@@ -289,7 +280,6 @@ def test_the_environment_is_seen_however_it_is_read(monkeypatch: pytest.MonkeyPa
                 assert abs(step(x, target=target).item() - expected) < 1e-12, f"{name}, {value}"
 
 
-@pytest.mark.slow
 def test_a_hook_on_all_modules_is_seen() -> None:
     model = nn.Linear(3, 3)
     with compiled(model) as step:
@@ -301,16 +291,16 @@ def test_a_hook_on_all_modules_is_seen() -> None:
             handle.remove()
 
 
-class Members(nn.Module):
+class Members(Parts):
     def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.gain = nn.Linear(3, 3), nn.Parameter(torch.ones(3))
+        super().__init__(layer=nn.Linear(3, 3), gain=nn.Parameter(torch.ones(3)))
         self.register_buffer("offset", torch.ones(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x).tanh() * self.gain + self.offset
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("capture", ["dynamo", "autograd"])
 @pytest.mark.parametrize("name", ["layer", "gain", "offset"])
 def test_an_attribute_that_hides_a_member_is_refused_until_it_is_gone(name: str, capture: str) -> None:

@@ -1,7 +1,5 @@
 """The guides in examples/ run as they are printed, only for a shorter time, and reach what they are about."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -29,19 +27,16 @@ ROOT = Path(__file__).parents[2]
 EAGER = ("--backend", "eager")
 
 
-@pytest.mark.slow
 def test_a_classifier_of_hugging_face_with_metrics_clipping_and_a_scheduler() -> None:
     found = finetune_classifier.main([*EAGER, "--epochs", "1", "--per-package", "40", "--length", "16"])
     assert 0 <= found <= 1
 
 
-@pytest.mark.slow
 def test_halves_of_digits_find_each_other() -> None:
     assert contrastive_digits.main([*EAGER, "--epochs", "0"]) < 0.1
     assert contrastive_digits.main([*EAGER, "--epochs", "5"]) > 0.4
 
 
-@pytest.mark.slow
 def test_halves_of_digits_find_each_other_among_those_of_two_workers() -> None:
     options = ["--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     script = [str(ROOT / "examples" / "contrastive_digits.py"), *EAGER, "--epochs", "5"]
@@ -53,7 +48,6 @@ def test_halves_of_digits_find_each_other_among_those_of_two_workers() -> None:
     assert int(share) > 40
 
 
-@pytest.mark.slow
 def test_workers_that_send_factors_come_as_far() -> None:
     command = [sys.executable, str(ROOT / "examples" / "power_sgd.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
@@ -66,29 +60,26 @@ def test_workers_that_send_factors_come_as_far() -> None:
     assert whole_begin - factored > 0.8 * (whole_begin - whole)
 
 
-@pytest.mark.slow
 def test_a_gan() -> None:
     untrained = gan_digits.main([*EAGER, "--epochs", "0"])
     assert gan_digits.main([*EAGER, "--epochs", "3", "--batch", "32"]) < untrained
 
 
-@pytest.mark.slow
 def test_a_net_whose_control_flow_depends_on_data() -> None:
     untrained = settling_digits.main([*EAGER, "--epochs", "0"])
     assert settling_digits.main([*EAGER, "--epochs", "2", "--devices", "cpu:0", "cpu:1", "cpu:2"]) > untrained + 0.3
 
 
-@pytest.mark.slow
 def test_an_lstm_on_ragged_text() -> None:
     assert lstm_names.main([*EAGER, "--epochs", "1", "--per-kind", "24", "--batch", "48"]) > 1 / len(lstm_names.KINDS)
 
 
-@pytest.mark.slow
 def test_text_of_ragged_lengths() -> None:
     trained = ragged_names.main([*EAGER, "--epochs", "3", "--per-kind", "48", "--batch", "48"])
     assert trained > 2 / len(ragged_names.KINDS)
 
 
+@pytest.mark.fast
 def test_each_batch_of_ragged_text_is_as_long_as_its_longest_name() -> None:
     names = [("A" * (3 + i % 17), i % 8) for i in range(60)]
     batches = ragged_names.batches(names, 16)
@@ -98,12 +89,10 @@ def test_each_batch_of_ragged_text_is_as_long_as_its_longest_name() -> None:
     assert sorted(kind for _, kinds in batches for kind in kinds.tolist()) == sorted(kind for _, kind in names)
 
 
-@pytest.mark.slow
 def test_averages_of_weights_and_evaluation() -> None:
     assert min(average_digits.main([*EAGER, "--epochs", "2", "--decay", "0.8"])) > 0.5
 
 
-@pytest.mark.slow
 def test_resuming_bit_for_bit(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     assert resume_digits.main([*EAGER, "--epochs", "2", "--batch", "256", "--checkpoint", str(path)])
@@ -215,6 +204,7 @@ def go_on_from(checkpoint: Path, folder: Path) -> None:
     checkpoint.rename(folder / "last")
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("page", ["README.md", "docs/examples/gallery.md"])
 def test_every_example_is_on_the_page(page: str) -> None:
     text = (ROOT / page).read_text()

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from references import assert_mirrored, assert_same_model, loss_of, unchanged
+from small_modules import Parts
 from tiny_models import make_mlp, mlp_batch
 from torch import nn
 from twins import MlpTwins, Twins, compiled_step
@@ -99,7 +100,6 @@ CONTAINERS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[nn.Module, 
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, 1])
 def test_what_forward_gets_is_what_was_passed(devices: int) -> None:
     for i, (name, (make, body)) in enumerate(CONTAINERS.items()):
@@ -112,11 +112,9 @@ def test_what_forward_gets_is_what_was_passed(devices: int) -> None:
             assert_same_model(pair.model, pair.twin, TOLERANCE)
 
 
-class OnAnything(nn.Module):
+class OnAnything(Parts):
     def __init__(self, body: Callable[..., Any]) -> None:
-        super().__init__()
-        self.mlp = make_mlp()
-        self.body = body
+        super().__init__(mlp=make_mlp(), body=body)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.body(self.mlp, *args, **kwargs)
@@ -161,7 +159,6 @@ def logged(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return mlp(x).square().mean()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "kwargs", "num_devices"),
     [
@@ -198,13 +195,11 @@ BODIES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", BODIES)
 def test_what_forward_takes_and_does(name: str) -> None:
     check_parity(*BODIES[name])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_tensors_that_are_lazily_negated_or_conjugated(backend: str) -> None:
     """Compiled regions read memory, which holds the numbers without their signs."""
@@ -217,7 +212,6 @@ def test_tensors_that_are_lazily_negated_or_conjugated(backend: str) -> None:
             pair.train(conjugated.imag, conjugated)
 
 
-@pytest.mark.slow
 def test_arguments_that_are_no_tensors_are_specialized_on() -> None:
     def body(mlp: nn.Module, x: torch.Tensor, scale: float, name: str, flag: bool, nothing: None) -> torch.Tensor:
         hidden = mlp(x) if flag else -mlp(x)
@@ -239,7 +233,6 @@ def test_arguments_that_are_no_tensors_are_specialized_on() -> None:
         assert step.programs[-1] is first
 
 
-@pytest.mark.slow
 def test_equal_numbers_of_different_types_are_different_constants() -> None:
     def body(mlp: nn.Module, x: torch.Tensor, k: Any) -> torch.Tensor:
         return mlp(x).mean() * (2.0 if isinstance(k, bool) else 1.0)
@@ -251,7 +244,6 @@ def test_equal_numbers_of_different_types_are_different_constants() -> None:
             assert step(X, k).item() == pytest.approx(expected, rel=TOLERANCE)
 
 
-@pytest.mark.slow
 def test_replicated_arguments() -> None:
     def body(mlp: nn.Module, x: torch.Tensor, scales: dict[str, torch.Tensor]) -> torch.Tensor:
         return (mlp(x) * scales["rows"] * scales["all"]).square().mean()
@@ -262,14 +254,12 @@ def test_replicated_arguments() -> None:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 1, 3), (1, 4), (3, 2)])
 def test_per_replica_values_of_uneven_sizes(sizes: tuple[int, ...]) -> None:
     split = mirrorc.PerReplica(X.split(sizes)), mirrorc.PerReplica(WEIGHTS.split(sizes))
     check_parity(weighted, split, num_devices=len(sizes), plain=lambda value: torch.cat(value.values))
 
 
-@pytest.mark.slow
 def test_per_replica_values_of_nested_tensors() -> None:
     def body(mlp: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return weighted(mlp, batch["x"], batch["w"])
@@ -278,16 +268,13 @@ def test_per_replica_values_of_nested_tensors() -> None:
     check_parity(body, (mirrorc.PerReplica(shards),), plain=lambda value: {"x": X, "w": WEIGHTS})
 
 
+@pytest.mark.fast
 def test_per_replica_and_split_must_agree() -> None:
     model = OnAnything(weighted)
-    with (
-        compiled_step(model, optimizer=MOMENTUM) as step,
-        pytest.raises(ValueError, match="disagree on dim 0"),
-    ):
+    with compiled_step(model, optimizer=MOMENTUM) as step, pytest.raises(ValueError, match="disagree on dim 0"):
         step(mirrorc.PerReplica(X.split((1, 4))), WEIGHTS)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tensor", "dict", "object"])
 def test_kinds_of_output(kind: str) -> None:
     def body(mlp: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
@@ -298,7 +285,6 @@ def test_kinds_of_output(kind: str) -> None:
     check_parity(body, (X, Y))
 
 
-@pytest.mark.slow
 def test_outputs_into_a_loss_function() -> None:
     def body(mlp: nn.Module, x: torch.Tensor) -> Output:
         return Output(mlp(x))
@@ -309,7 +295,6 @@ def test_outputs_into_a_loss_function() -> None:
     check_parity(body, (X,), {"target": {"classes": Y, "weights": WEIGHTS}}, loss_fn=loss_fn)
 
 
-@pytest.mark.slow
 def test_a_loss_module_with_a_buffer() -> None:
     class Weighted(nn.Module):
         def __init__(self) -> None:
@@ -322,7 +307,6 @@ def test_a_loss_module_with_a_buffer() -> None:
     check_parity(lambda mlp, x: mlp(x), (X,), {"target": Y}, loss_fn=Weighted())
 
 
-@pytest.mark.slow
 def test_inputs_that_require_gradients_are_refused() -> None:
     """A loop of one's own would give them gradients, and those of the model that has computed them."""
     before, model = nn.Linear(6, 6).double(), OnAnything(weighted)
@@ -345,7 +329,6 @@ def test_inputs_that_require_gradients_are_refused() -> None:
             step(before(X), WEIGHTS)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_new_shapes_are_specializations_over_the_same_variables(backend: str) -> None:
     with MlpTwins(MOMENTUM, backend=backend) as twins:
@@ -359,18 +342,12 @@ def test_new_shapes_are_specializations_over_the_same_variables(backend: str) ->
         twins.check()
 
 
-class Switched(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = make_mlp()
-        self.scale = 1.0
-
+class Switched(Parts):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.mlp(x) * self.scale
         return y if self.training else y + 1.0 * x[:, :3]
 
 
-@pytest.mark.slow
 def test_modes_and_plain_attributes_are_specialized_on() -> None:
     changes: list[Callable[[Any, Any], Any]] = [
         lambda model, _: None,
@@ -378,7 +355,7 @@ def test_modes_and_plain_attributes_are_specialized_on() -> None:
         lambda model, _: setattr(model.train(), "scale", 2.0),
         lambda model, _: setattr(model, "scale", 1.0),
     ]
-    with MlpTwins(MOMENTUM, model=Switched()) as twins:
+    with MlpTwins(MOMENTUM, model=Switched(mlp=make_mlp(), scale=1.0)) as twins:
         programs = []
         for change in changes:
             twins.on_both(change)
@@ -390,7 +367,6 @@ def test_modes_and_plain_attributes_are_specialized_on() -> None:
         twins.check()
 
 
-@pytest.mark.slow
 def test_dropout_is_off_in_eval() -> None:
     model = make_mlp(dropout=0.5)
     with compiled_step(model, F.cross_entropy, optimizer=torch.optim.SGD(model.parameters(), 1e-30)) as step:
@@ -409,7 +385,6 @@ def dtypes_in(program: mirrorc.Program) -> set[torch.dtype]:
     return {node.meta["val"].dtype for node in nodes if isinstance(node.meta.get("val"), torch.Tensor)}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_autocast_around_the_call(backend: str) -> None:
     model, batch = make_mlp(torch.float32), mlp_batch(6, torch.float32)
@@ -423,7 +398,6 @@ def test_autocast_around_the_call(backend: str) -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", ["keywords", "both", "positional"])
 def test_preparing_compiles_at_once(form: str) -> None:
     model, batch, loss_fn = make_mlp(), mlp_batch(6), F.cross_entropy

@@ -7,8 +7,6 @@ import venv
 import zipfile
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent.parent
 PLACES = {"mirrorc": "mirrorc", "passes": "mirrorc/passes", "runtime": "mirrorc/runtime"}
 PLUGIN = "mirrorc/testing/plugin/"
@@ -47,7 +45,6 @@ def built_wheel(folder: Path) -> Path:
     return next(folder.glob("*.whl"))
 
 
-@pytest.mark.slow
 def test_the_wheel_is_whole_and_trains_from_an_empty_folder(tmp_path: Path) -> None:
     wheel = built_wheel(tmp_path)
     assert expected_files() <= set(zipfile.ZipFile(wheel).namelist())

@@ -1,7 +1,5 @@
 """Where the tracer's own words would lead astray, a refusal says what the user's line does, and what to do instead."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import random
@@ -14,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from references import unchanged
+from small_modules import Parts, module_of
 from torch import nn
 from twins import compiled_step
 
@@ -21,14 +20,15 @@ import mirrorc
 from mirrorc import CaptureError, ExecutionError
 from mirrorc.options.table import grouped
 
+pytestmark = pytest.mark.fast
+
 ARRAY, TOTAL = np.array([2.0, 3.0]), torch.zeros(2)
 MASK = nn.Transformer.generate_square_subsequent_mask(3)
 
 
-class Net(nn.Module):
+class Net(Parts):
     def __init__(self, does: Callable[[Any, torch.Tensor], torch.Tensor], more: nn.Module | None = None) -> None:
-        super().__init__()
-        self.layer, self.more, self.does = nn.Linear(2, 2), more, does
+        super().__init__(layer=nn.Linear(2, 2), more=more, does=does)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.layer(x)
@@ -50,10 +50,9 @@ def assert_small(net: Any, y: torch.Tensor) -> torch.Tensor:
     return y
 
 
-class Last(nn.Module):
+class Last(Parts):
     def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
+        super().__init__(layer=layer)
 
     def forward(self, y: torch.Tensor) -> torch.Tensor:
         return self.layer(in_sequence(y))[0][:, -1]
@@ -216,18 +215,14 @@ def test_tensors_that_are_not_dense_are_refused_by_name() -> None:
         step(x, target=torch.zeros(4, 2))
 
 
-class LogitsFirst(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 3)
-
+class LogitsFirst(Parts):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = self.layer(x)
         return logits, F.cross_entropy(logits, y)
 
 
 def test_a_loss_after_the_logits_is_to_be_returned_first() -> None:
-    model, x, y = LogitsFirst(), torch.randn(4, 6), torch.arange(4) % 3
+    model, x, y = LogitsFirst(layer=nn.Linear(6, 3)), torch.randn(4, 6), torch.arange(4) % 3
     with compiled_step(model) as step, unchanged(model), pytest.raises(CaptureError) as raised:
         step(x, y)
     assert "fix:  return loss, logits," in str(raised.value) and "lambda *batch: model(*batch)[1]" in str(raised.value)
@@ -281,18 +276,11 @@ def test_a_tensor_changed_before_backward_is_named_with_its_line(loss_fn: Any, l
         assert (line in text) == (capture == "auto") and "value = value + 1" in text
 
 
-class Reads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.LSTM(6, 3, batch_first=True)
-
-    def forward(self, x: torch.Tensor, hidden: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return self.layer(x, hidden)[0].mean()
-
-
 def test_states_of_layers_are_said_to_have_their_batch_in_dim_1() -> None:
     x, hidden = torch.randn(4, 5, 6), (torch.zeros(1, 4, 3), torch.zeros(1, 4, 3))
-    with compiled_step(Reads()) as step:
+    with compiled_step(
+        module_of(lambda self, x, hidden: self.layer(x, hidden)[0].mean(), layer=nn.LSTM(6, 3, batch_first=True))
+    ) as step:
         with pytest.raises(ValueError, match=r"fix:  mirrorc\.batch_dim\(hidden\[0\], 1\), if its dim 1 is the batch"):
             step(x, hidden)
         assert step(x, tuple(mirrorc.batch_dim(state, 1) for state in hidden)).isfinite()

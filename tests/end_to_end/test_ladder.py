@@ -1,7 +1,5 @@
 """capture="auto": what Dynamo cannot read runs as plain PyTorch, and what is refused for its meaning stays refused."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,13 +7,7 @@ from typing import Any
 import pytest
 import torch
 from branching import SGD, TOLERANCE, Net, batches
-from references import (
-    assert_same_training,
-    assert_trains_alike,
-    train_mirrored,
-    train_shard_by_shard,
-    unchanged,
-)
+from references import assert_same_training, assert_trains_alike, train_mirrored, train_shard_by_shard, unchanged
 from torch import nn
 from torch.nn import functional as F
 from twins import Twins, compiled_step
@@ -33,14 +25,12 @@ def compiled(model: nn.Module, devices: int = 2, **options: Any) -> mirrorc.Step
     return compiled_step(model, devices=devices, optimizer=SGD, **{"loss_fn": F.cross_entropy, **options})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
 def test_what_dynamo_cannot_read_trains(num_devices: int) -> None:
     with pytest.warns(UserWarning, match="Net trains with capture='autograd'"):
         assert_trains_alike(Net(), SGD, batches(7, 6, 8, 2), num_devices, F.cross_entropy)
 
 
-@pytest.mark.slow
 def test_a_remark_and_one_warning_say_which_front_end_it_was_and_why() -> None:
     data = batches(6, 8)
     with compiled(Net()) as step:
@@ -77,6 +67,7 @@ class Switched(nn.Module):
 """
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("body", ["x = x.detach().requires_grad_()", "x = x * x.sum().item() ** 0"])
 def test_code_without_a_source_file_trains_as_that_of_a_file(body: str, tmp_path: Path) -> None:
     code, (data,) = SWITCHED.replace("BODY", body), batches(6)
@@ -88,7 +79,6 @@ def test_code_without_a_source_file_trains_as_that_of_a_file(body: str, tmp_path
             assert_trains_alike(scope["Switched"](), SGD, [data], 2, F.cross_entropy)
 
 
-@pytest.mark.slow
 def test_each_shape_has_the_first_front_end_that_takes_it_and_all_its_shards_the_same() -> None:
     data = batches(7, 12, 7, 11)  # shards of 3 and 4 branch, those of 5 and 6 do not
     expected = train_shard_by_shard(Net(most=4), SGD, data, 2, F.cross_entropy)
@@ -99,7 +89,6 @@ def test_each_shape_has_the_first_front_end_that_takes_it_and_all_its_shards_the
     assert_same_training(found, expected, TOLERANCE)
 
 
-@pytest.mark.slow
 def test_numbers_of_the_model_and_plain_arguments_count_in_each_step() -> None:
     class Scales(Net):
         def forward(self, x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:  # type: ignore[override]
@@ -122,7 +111,6 @@ class Assigns(Net):
         return y
 
 
-@pytest.mark.slow
 def test_what_no_front_end_takes_is_refused_by_the_last_one() -> None:
     model = Assigns()
     words = r"^MC2301: .* changes model\.last_seen, and each replica leaves another value"
@@ -137,6 +125,7 @@ def test_what_no_front_end_takes_is_refused_by_the_last_one() -> None:
         step(**batches(6)[0])
 
 
+@pytest.mark.fast
 def test_what_is_refused_for_its_meaning_is_not_tried_again() -> None:
     (batch,) = batches(6)
     for loss_fn, words in (
@@ -148,6 +137,7 @@ def test_what_is_refused_for_its_meaning_is_not_tried_again() -> None:
         assert "autograd" not in str(caught.value) and not isinstance(caught.value, UnreadableError)
 
 
+@pytest.mark.fast
 def test_a_batch_norm_over_all_steps_so_far_runs_as_plain_pytorch() -> None:
     class Averages(Net):
         def __init__(self) -> None:
@@ -161,7 +151,6 @@ def test_a_batch_norm_over_all_steps_so_far_runs_as_plain_pytorch() -> None:
         assert_trains_alike(Averages(), SGD, batches(6, 6), 1, F.cross_entropy)
 
 
-@pytest.mark.slow
 def test_workers_whose_front_ends_differ_are_told_so_first() -> None:
     said = []
     for front_end in ("dynamo", "autograd"):
@@ -172,6 +161,7 @@ def test_workers_whose_front_ends_differ_are_told_so_first() -> None:
     assert differing[0] == "forward and backward" and "capture='autograd'" in said[1]["forward and backward"]
 
 
+@pytest.mark.fast
 def test_the_ladder_and_its_names() -> None:
     assert ladder_named("auto").names == ("dynamo", "autograd")
     assert ladder_named("autograd").names == ("autograd",) and front_end_named("auto").name == "dynamo"
@@ -193,6 +183,7 @@ class Between(DynamoFrontEnd):
     name = "between"
 
 
+@pytest.mark.fast
 def test_whatever_a_front_end_in_between_refuses_the_next_one_tries() -> None:
     def attempt(front_end: Any) -> str:
         if front_end.name == "dynamo":
@@ -202,16 +193,14 @@ def test_whatever_a_front_end_in_between_refuses_the_next_one_tries() -> None:
         return front_end.name
 
     climbed = Ladder([front_end_named("dynamo"), Between(), front_end_named("autograd")]).climb(attempt)
-    assert climbed.result == "autograd" and [why for _, why in climbed.failed] == [
-        "why",
-        "a loss that is no scalar",
-    ]
+    assert climbed.result == "autograd" and [why for _, why in climbed.failed] == ["why", "a loss that is no scalar"]
     first, second = climbed.remarks("Net")
     assert (
         "because 'dynamo' cannot capture Net: why" in first and "because 'between' cannot capture Net: a loss" in second
     )
 
 
+@pytest.mark.fast
 def test_what_the_users_code_raises_comes_first() -> None:
     class Misspelt(nn.Module):
         def __init__(self) -> None:
@@ -246,7 +235,6 @@ class OtherWayInTraces(Net):
         return super().forward(x)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
 def test_code_that_fails_only_while_it_is_traced_trains(num_devices: int) -> None:
     for raises, words in (("", "shape '.*' is invalid for input"), ("not compiled", "ValueError: not compiled")):
@@ -254,6 +242,7 @@ def test_code_that_fails_only_while_it_is_traced_trains(num_devices: int) -> Non
             assert_trains_alike(OtherWayInTraces(raises), SGD, batches(7, 8), num_devices, F.cross_entropy)
 
 
+@pytest.mark.fast
 def test_code_that_fails_in_traces_is_refused_there_alone() -> None:
     words = "^MC2103: .* raised ValueError: not compiled(?s:.*)in a trace of one shard(?s:.*)capture='autograd'"
     with (
@@ -263,6 +252,7 @@ def test_code_that_fails_in_traces_is_refused_there_alone() -> None:
         step(**batches(6)[0])
 
 
+@pytest.mark.fast
 def test_an_exception_in_traces_and_in_plain_pytorch_is_told_once() -> None:
     class Raises(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -327,7 +317,6 @@ def _drops_without_training(model: Any, h: torch.Tensor) -> torch.Tensor:
 HABITS = [_appends_in_hook, _scales_in_hook, _retains_gradient, _drops_in_eval_mode, _drops_without_training]
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:MC2701", "ignore:MC3304")
 @pytest.mark.parametrize("does", HABITS, ids=lambda does: does.__name__)
 def test_hooks_and_modes_inside_of_forward_train(does: Any) -> None:

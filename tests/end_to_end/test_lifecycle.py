@@ -1,7 +1,5 @@
 """Threads begin and end with their step, and nothing of the process is changed on the way."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import importlib
@@ -122,7 +120,6 @@ def no_thread_is_left() -> Iterator[None]:
     assert device_threads() == []
 
 
-@pytest.mark.slow
 def test_the_interpreter_exits_without_close() -> None:
     code, output, errors = run("""
         step = make(Net())
@@ -133,7 +130,6 @@ def test_the_interpreter_exits_without_close() -> None:
     assert output.splitlines() == ["True", "['mirrorc cpu:0', 'mirrorc cpu:1']"]
 
 
-@pytest.mark.slow
 def test_the_interpreter_exits_after_an_exception() -> None:
     code, _, errors = run("""
         step = make(Net())
@@ -145,7 +141,6 @@ def test_the_interpreter_exits_after_an_exception() -> None:
     assert "mirrorc" not in errors.lower()
 
 
-@pytest.mark.slow
 def test_ctrl_c_during_a_step() -> None:
     with process(
         HOLDING_NET,
@@ -174,7 +169,6 @@ def test_ctrl_c_during_a_step() -> None:
         assert (running.returncode, errors) == (0, "")
 
 
-@pytest.mark.slow
 def test_ctrl_c_that_nobody_catches_ends_the_process() -> None:
     with process("""
         step = make(Net())
@@ -207,6 +201,7 @@ say("parent goes on", bool(step(x, target=y).isfinite()))
 """
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     "before", [*slow(("step(x, target=y)",)), *exhaustive(("pass",))], ids=["after a step", "before any step"]
 )
@@ -216,7 +211,6 @@ def test_a_step_in_a_forked_process_is_refused(before: str) -> None:
     assert (code, errors) == (0, "")
 
 
-@pytest.mark.slow
 def test_a_forked_data_loader_beside_a_step() -> None:
     code, output, errors = run("""
         step = make(Net())
@@ -230,7 +224,6 @@ def test_a_forked_data_loader_beside_a_step() -> None:
     assert (code, errors) == (0, "")
 
 
-@pytest.mark.slow
 def test_with_ends_the_threads_also_when_a_step_fails() -> None:
     with pytest.raises(ValueError, match="disagree on dim 0"), compile_mlp(make_mlp(), devices=3) as step:
         assert device_threads() == []
@@ -240,14 +233,6 @@ def test_with_ends_the_threads_also_when_a_step_fails() -> None:
     assert device_threads() == []
 
 
-def test_closing_before_the_first_step() -> None:
-    step = compile_mlp(make_mlp())
-    step.close()
-    with pytest.raises(ExecutionError, match="MC5003"):
-        step(**mlp_batch(4))
-
-
-@pytest.mark.slow
 def test_close_ends_the_threads_and_the_model_keeps_its_weights() -> None:
     model = make_mlp()
     step = compile_mlp(model)
@@ -259,7 +244,6 @@ def test_close_ends_the_threads_and_the_model_keeps_its_weights() -> None:
     torch.optim.SGD(model.parameters(), 0.1).step()
 
 
-@pytest.mark.slow
 def test_two_steps_have_threads_of_their_own() -> None:
     with compile_mlp(make_mlp()) as first, compile_mlp(make_mlp()) as second:
         losses = [step(**mlp_batch(4)).item() for step in (first, second)]
@@ -270,6 +254,7 @@ def test_two_steps_have_threads_of_their_own() -> None:
         assert second(**mlp_batch(4)).item() < losses[1]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("backend", slow_but(["eager"], ["eager", "inductor"]))
 def test_models_that_draw_nothing_leave_the_generator_alone(backend: str) -> None:
     model = make_mlp()
@@ -280,7 +265,6 @@ def test_models_that_draw_nothing_leave_the_generator_alone(backend: str) -> Non
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-@pytest.mark.slow
 def test_capturing_dropout_draws_nothing() -> None:
     model = make_mlp(dropout=0.5)
     before = torch.random.get_rng_state()
@@ -291,7 +275,6 @@ def test_capturing_dropout_draws_nothing() -> None:
         assert not torch.equal(torch.random.get_rng_state(), before)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 def test_the_callers_number_of_threads_is_unchanged(num_threads: int) -> None:
     before = torch.get_num_threads()
@@ -310,18 +293,6 @@ def test_the_callers_number_of_threads_is_unchanged(num_threads: int) -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.slow
-def test_gradient_mode_is_the_callers() -> None:
-    with compile_mlp(make_mlp()) as step:
-        with torch.no_grad():
-            first = step(**mlp_batch(4))
-            assert not torch.is_grad_enabled()
-        second = step(**mlp_batch(4))
-        assert torch.is_grad_enabled()
-    assert second < first
-
-
-@pytest.mark.slow
 def test_garbage_collection_ends_the_threads_and_gives_memory_back() -> None:
     model = make_mlp()
     step = compile_mlp(model)
@@ -354,7 +325,6 @@ def before_the_last_job(step: mirrorc.Step, do: Callable[[], None]) -> None:
     step._runs.pool._inboxes[1] = Inbox(step._runs.pool._inboxes[1], do)  # type: ignore[call-overload]
 
 
-@pytest.mark.slow
 def test_closing_while_jobs_are_handed_out_stops_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that was told to end before it got its job would let the others wait for it."""
     model = make_mlp()
@@ -381,7 +351,6 @@ def test_closing_while_jobs_are_handed_out_stops_the_step(monkeypatch: pytest.Mo
     assert all(map(torch.equal, model.parameters(), before))
 
 
-@pytest.mark.slow
 def test_closing_in_the_callers_thread_lets_the_step_end() -> None:
     """As the handler of a signal may."""
     model = make_mlp()
@@ -393,7 +362,6 @@ def test_closing_in_the_callers_thread_lets_the_step_end() -> None:
     assert device_threads() == [] and not any(map(torch.equal, model.parameters(), before))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_steps", [1, 40])  # in the devices' threads, and interleaved in the caller's
 def test_closing_in_a_hook_of_the_optimizer_lets_the_step_end(num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_mlp()
@@ -409,7 +377,6 @@ def test_closing_in_a_hook_of_the_optimizer_lets_the_step_end(num_steps: int, mo
     assert waits == [], "it would wait for itself"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("longest_seconds", [TIMEOUT_SECONDS, 0.0])
 def test_closing_while_the_step_is_compiled_leaves_no_thread(
     monkeypatch: pytest.MonkeyPatch, longest_seconds: float
@@ -435,7 +402,6 @@ def test_closing_while_the_step_is_compiled_leaves_no_thread(
     assert not closing[0].is_alive() and device_threads() == []
 
 
-@pytest.mark.slow
 def test_a_step_is_neither_copied_nor_pickled() -> None:
     model = make_mlp()
     with compiled_step(model, F.cross_entropy, optimizer=torch.optim.AdamW) as step:

@@ -1,7 +1,5 @@
 """LightningModules in a loop of the user's own, without a Trainer; with the real package, where it is installed."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -54,6 +52,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, int]] = {
 """What makes the model, its loss, and how many values it logs, of each of which Lightning warns that there is no Trainer."""
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("name", CASES)
 def test_it_trains_as_in_a_plain_loop_and_lightning_warns_once_of_each_value(name: str) -> None:
     make, loss_fn, num_values = CASES[name]

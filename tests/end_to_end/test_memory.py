@@ -1,7 +1,5 @@
 """`Step.memory` on real runs: what it tells before the first step agrees with what is measured in those after it."""
 
-from __future__ import annotations
-
 import operator
 import sys
 from dataclasses import dataclass, field
@@ -21,7 +19,6 @@ from train_text import GPT, GPTConfig, next_byte_loss
 from twins import compiled_step
 
 import mirrorc
-from mirrorc import ExecutionError
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied, insert
 from mirrorc.ir.nodes import calls_to
@@ -164,33 +161,28 @@ def on_devices(num_devices: list[int], also: dict[str, int], rare: int) -> list[
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "num_devices"), on_devices([1, 2, 3], {"conv": 2}, rare=2))
 def test_what_is_told_agrees_with_what_is_measured(name: str, num_devices: int) -> None:
     check(*compare(name, num_devices))
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(("name", "num_devices"), on_devices([1, 2], {}, rare=1))
 def test_compiled_regions_take_what_inductors_code_takes(name: str, num_devices: int) -> None:
     check(*compare(name, num_devices, backend="inductor"))
 
 
-@pytest.mark.slow
 def test_fusion_takes_less() -> None:
     (fused, _), (plain, _) = (compare("gpt", 1, backend=backend) for backend in ("inductor", "eager"))
     assert fused.activations < 0.99 * plain.activations
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "state_per_parameter"),
     [
         (partial(torch.optim.SGD, lr=0.1), 0),
         (partial(torch.optim.NAdam, lr=1e-3), 2),
-        *exhaustive(
-            (partial(torch.optim.SGD, lr=0.1, momentum=0.9), 1),
-            (partial(torch.optim.RMSprop, lr=1e-3), 1),
-        ),
+        *exhaustive((partial(torch.optim.SGD, lr=0.1, momentum=0.9), 1), (partial(torch.optim.RMSprop, lr=1e-3), 1)),
         (partial(torch.optim.AdamW, lr=1e-3, amsgrad=True, fused=False, foreach=False), 3),
     ],
 )
@@ -200,13 +192,13 @@ def test_updates_take_memory_too(kind: Any, state_per_parameter: int) -> None:
     assert told.optimizer_state == pytest.approx(state_per_parameter * told.parameters, rel=0.001)
 
 
-@pytest.mark.slow
 def test_an_update_that_takes_the_most_is_named() -> None:
     told, _ = compare("mlp", 1, partial(torch.optim.NAdam, lr=1e-3))
     assert told.devices[0].peak.call.startswith("update b")
     assert told.devices[0].peak.largest[0].name == "temporaries of update"
 
 
+@pytest.mark.fast
 def test_summed_and_clipped_gradients_are_no_activations_and_lists_add_up_to_their_peaks() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     options = {"algorithm": "ring", "clip_grad_norm": 1.0, "disable": ["share-parameters"]}
@@ -226,14 +218,12 @@ def test_summed_and_clipped_gradients_are_no_activations_and_lists_add_up_to_the
     assert "KiB in buckets" in str(report) and "kept until the next step" in " ".join(str(report).split())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["native", "ring"])
 @pytest.mark.parametrize("clip_grad_norm", [None, 1.0])
 def test_sums_outside_of_buckets_agree_with_what_is_measured(algorithm: str, clip_grad_norm: float | None) -> None:
     check(*compare("gpt", 2, disable=["share-parameters"], algorithm=algorithm, clip_grad_norm=clip_grad_norm))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [3, 2])
 def test_gradients_that_stay_factors_are_in_the_first_devices_bucket_alone(num_devices: int) -> None:
     told, measured = compare("mlp", num_devices, disable=["update-in-parts"])
@@ -243,7 +233,6 @@ def test_gradients_that_stay_factors_are_in_the_first_devices_bucket_alone(num_d
     assert measured.gradients == pytest.approx(told.gradients, **CLOSE)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [2, 3])
 def test_products_that_are_made_in_parts_are_in_no_bucket(num_devices: int) -> None:
     whole, _ = compare("mlp", num_devices, disable=["update-in-parts"])
@@ -253,7 +242,6 @@ def test_products_that_are_made_in_parts_are_in_no_bucket(num_devices: int) -> N
     assert told.devices[0].own.reserved > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("link", "without"),
     [
@@ -267,14 +255,6 @@ def test_passes_and_links_change_what_is_kept(link: str | None, without: list[st
     told, measured = compare("mlp", 2, link=link, disable=without)
     check(told, measured)
     assert bool(told.shared) == ("share-parameters" not in without)
-
-
-@pytest.mark.slow
-def test_what_a_pass_of_ones_own_makes_is_counted() -> None:
-    plain, _ = compare("mlp", 2)
-    told, measured = compare("mlp", 2, add=[mirrorc.after("share-parameters", Bfloat16OnTheWire())])
-    check(told, measured)
-    assert told.gradients > plain.gradients
 
 
 @dataclass(frozen=True)
@@ -297,22 +277,24 @@ class ShowsWeights:
         return program
 
 
-@pytest.mark.slow
-def test_views_of_what_a_pass_of_ones_own_makes_are_counted_with_it() -> None:
+@pytest.mark.parametrize(
+    ("where", "added", "counted"),
+    [("share-parameters", Bfloat16OnTheWire(), "gradients"), ("insert-update", ShowsWeights(), "activations")],
+)
+def test_what_a_pass_of_ones_own_makes_is_counted(where: str, added: Any, counted: str) -> None:
+    """Views of it are counted with it."""
     plain, _ = compare("mlp", 2)
-    told, measured = compare("mlp", 2, add=[mirrorc.after("insert-update", ShowsWeights())])
+    told, measured = compare("mlp", 2, add=[mirrorc.after(where, added)])
     check(told, measured)
-    assert told.activations > plain.activations
+    assert getattr(told, counted) > getattr(plain, counted)
 
 
-@pytest.mark.slow
 def test_devices_with_other_shards_have_their_own_peaks() -> None:
     told, measured = compare("gpt", 2, per_replica=4, more=1)
     check(told, measured)
     assert told.devices[0].own.activations > 1.1 * told.devices[1].own.activations
 
 
-@pytest.mark.slow
 def test_what_is_shared_is_counted_once() -> None:
     told, _ = compare("mlp", 2)
     (shared,) = told.shared
@@ -321,6 +303,7 @@ def test_what_is_shared_is_counted_once() -> None:
     assert all(device.own.parameters == device.own.optimizer_state == 0 for device in told.devices)
 
 
+@pytest.mark.fast
 def test_frozen_parameters_and_buffers_that_nothing_writes_are_shared() -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
     model[0].requires_grad_(False)
@@ -343,7 +326,6 @@ def test_frozen_parameters_and_buffers_that_nothing_writes_are_shared() -> None:
         assert shared.parameters == (8 * 4 + 4) * 4 + sum(bucket.num_bytes for bucket in step.program.buckets)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_the_state_of_an_unknown_optimizer_is_not_guessed(num_devices: int) -> None:
     model, (x, y) = mlp(), vectors(8)
@@ -359,7 +341,6 @@ def test_the_state_of_an_unknown_optimizer_is_not_guessed(num_devices: int) -> N
         assert not any("first step" in remark for remark in after.remarks)
 
 
-@pytest.mark.slow
 def test_loaded_state_is_looked_at() -> None:
     model, (x, y) = mlp(), vectors(8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -369,14 +350,6 @@ def test_loaded_state_is_looked_at() -> None:
         assert step.memory().optimizer_state == step.memory().parameters  # what is there stays
 
 
-def test_there_is_no_memory_before_there_is_a_program() -> None:
-    model = mlp()
-    step = compiled_step(model, F.cross_entropy, 1, optimizer=ADAMW)
-    with step, pytest.raises(ExecutionError, match="there is no program yet"):
-        step.memory()
-
-
-@pytest.mark.slow
 def test_memory_is_told_after_the_step_is_closed() -> None:
     model, (x, y) = mlp(), vectors(8)
     with compiled_step(model, F.cross_entropy, optimizer=ADAMW) as step:
@@ -385,7 +358,6 @@ def test_memory_is_told_after_the_step_is_closed() -> None:
     assert step.memory() == told
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_telling_it_changes_nothing(backend: str) -> None:
     losses = []
@@ -401,7 +373,6 @@ def test_telling_it_changes_nothing(backend: str) -> None:
     assert torch.equal(torch.stack(losses[:3]), torch.stack(losses[3:]))
 
 
-@pytest.mark.slow
 def test_the_peak_is_in_the_users_terms() -> None:
     told, _ = compare("gpt", 2)
     peak = told.devices[0].peak

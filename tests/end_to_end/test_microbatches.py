@@ -1,7 +1,5 @@
 """A shard that is run in microbatches trains as the user's own loop over them does, and has activations of one at a time."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from itertools import product
@@ -10,15 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from references import (
-    Trained,
-    assert_same_losses,
-    assert_same_model,
-    assert_trains_alike,
-    train_mirrored,
-    unchanged,
-)
+from references import Trained, assert_same_losses, assert_same_model, assert_trains_alike, train_mirrored, unchanged
 from selections import exhaustive
+from small_modules import Parts
 from torch import nn
 from twins import Twins, batches_of, compiled_step, make_net
 
@@ -71,7 +63,6 @@ def train_part_by_part(model: nn.Module, num_devices: int, microbatches: int) ->
     return Trained(home, optimizer, losses)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "microbatches"),
     [(2, 2), (1, 3), (2, 4), (3, 2), (4, 3), *exhaustive(*product((1, 2, 3, 4), (2, 3, 4)))],
@@ -83,7 +74,6 @@ def test_training_equals_one_device_on_the_whole_batch(num_devices: int, microba
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("num_devices", "microbatches"), [(2, 3), (1, 4), (4, 2)])
 def test_buffers_go_from_one_microbatch_to_the_next(num_devices: int, microbatches: int) -> None:
     model = make_net(nn.BatchNorm1d(5, dtype=torch.float64))
@@ -94,34 +84,27 @@ def test_buffers_go_from_one_microbatch_to_the_next(num_devices: int, microbatch
     assert_same_model(found.model, expected.model, TOLERANCE)
 
 
-@pytest.mark.slow
 def test_compiled_regions_add_to_slots_too() -> None:
     model = make_net()
     options = {"backend": "inductor", "microbatches": 2, "buckets": 1e-4}
     assert_trains_alike(model, ADAMW, batches((7,)), 2, F.cross_entropy, tolerance=TOLERANCE, **options)
 
 
-class Factored(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.wide, self.head = nn.Embedding(40, 9, padding_idx=2), nn.Linear(9, 31), nn.Linear(31, 3)
-
+class Factored(Parts):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         words = (input[:, :2] * 3).long().abs()
         return self.head(torch.tanh(self.wide(self.table(words).sum(1))))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("num_devices", "microbatches"), [(2, 3), (1, 2), (4, 3), *exhaustive((2, 2), (3, 2))])
 def test_factors_of_all_microbatches_make_the_gradient(num_devices: int, microbatches: int) -> None:
     torch.manual_seed(0)
-    model = Factored().double()
+    model = Factored(table=nn.Embedding(40, 9, padding_idx=2), wide=nn.Linear(9, 31), head=nn.Linear(31, 3)).double()
     passes = default_pipeline(min_factored_elements=0, microbatches=microbatches)
     options = {"passes": passes, "microbatches": microbatches}
     assert_trains_alike(model, SGD, batches(), num_devices, F.cross_entropy, tolerance=TOLERANCE, **options)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -153,7 +136,6 @@ class TakesMore(nn.Module):
         return h.square().mean(), {"rows": h, "mean": h.mean(), "count": mirrorc.summed((h > 0).sum())}
 
 
-@pytest.mark.slow
 def test_whole_arguments_numbers_outputs_and_checks_of_each_microbatch() -> None:
     model = TakesMore().double()
     reference = copy.deepcopy(model)
@@ -176,7 +158,6 @@ def test_whole_arguments_numbers_outputs_and_checks_of_each_microbatch() -> None
             step(x, mirrorc.replicated(shift), indices, scale)
 
 
-@pytest.mark.slow
 def test_each_microbatch_draws_masks_of_its_own_again_and_again() -> None:
     def masks() -> torch.Tensor:
         torch.manual_seed(3)
@@ -196,7 +177,6 @@ def test_each_microbatch_draws_masks_of_its_own_again_and_again() -> None:
     assert len({tuple(row.tolist()) for row in first}) == 4  # each row is that of another microbatch
 
 
-@pytest.mark.slow
 def test_a_per_replica_argument_is_run_in_parts_of_its_own_size() -> None:
     (batch,) = batches((9,))
     with Twins(make_net(), SGD, F.cross_entropy, microbatches=3) as pair:
@@ -209,7 +189,6 @@ def test_a_per_replica_argument_is_run_in_parts_of_its_own_size() -> None:
         assert pair.step.programs[-1].microbatches == ()
 
 
-@pytest.mark.slow
 def test_activations_of_one_microbatch_are_in_memory() -> None:
     def activations(microbatches: int) -> int:
         model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)])
@@ -220,6 +199,7 @@ def test_activations_of_one_microbatch_are_in_memory() -> None:
     assert activations(4) < 0.3 * activations(1)
 
 
+@pytest.mark.fast
 def test_microbatches_that_no_shard_is_large_enough_for_leave_a_remark() -> None:
     model = nn.Linear(4, 2)
     options: dict[str, Any] = {"optimizer": SGD(model.parameters()), "loss_fn": F.mse_loss, "backend": "eager"}
@@ -230,6 +210,7 @@ def test_microbatches_that_no_shard_is_large_enough_for_leave_a_remark() -> None
             assert (remark in str(program)) == is_said
 
 
+@pytest.mark.fast
 def test_shards_with_fewer_microbatches_than_asked_leave_a_remark() -> None:
     model = nn.Linear(4, 2)
     options: dict[str, Any] = {"optimizer": SGD(model.parameters()), "loss_fn": F.mse_loss, "backend": "eager"}
@@ -241,6 +222,7 @@ def test_shards_with_fewer_microbatches_than_asked_leave_a_remark() -> None:
             assert few in remarks
 
 
+@pytest.mark.fast
 def test_no_batch_has_more_than_two_sizes_of_microbatches() -> None:
     from mirrorc.capture.call.call_arguments import flatten_call
     from mirrorc.capture.call.shards import split_call
@@ -262,6 +244,7 @@ class CountsWhole(nn.Linear):
         return super().forward(x).mean(), {"table": self.weight * 1.0}
 
 
+@pytest.mark.fast
 def test_what_cannot_be_kept_is_refused() -> None:
     model = CountsWhole(4, 4)
     common: dict[str, Any] = {"optimizer": SGD(model.parameters()), "backend": "eager"}

@@ -1,7 +1,5 @@
 """Losses are scaled as by torch's GradScaler on one device: scaler=; forward runs under autocast: autocast=."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any
@@ -62,7 +60,6 @@ class Pair(Twins):
             torch.testing.assert_close(dict(mine), dict(theirs), check_dtype=False, **exact)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "num_devices", "options"),
     [
@@ -80,7 +77,6 @@ def test_a_scaled_step_is_that_of_one_device_also_where_it_is_skipped(
         assert step.num_skipped == len(BAD)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("num_devices", "options"), [(1, {}), (3, UNSHARED), (2, {})])
 def test_bounds_are_of_unscaled_gradients(num_devices: int, options: dict[str, Any]) -> None:
     def clip(net: nn.Module) -> None:
@@ -93,7 +89,6 @@ def test_bounds_are_of_unscaled_gradients(num_devices: int, options: dict[str, A
             assert bool(step.grad_norm.isnan()) is (i in BAD) and not step.grad_norm > 10
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("bound", [math.inf, [math.inf]])
 def test_a_first_step_that_is_skipped_has_a_norm_that_is_not_a_number(bound: Any) -> None:
     with (pair := Pair(ADAMW, 2, clip_grad_norm=bound)).step as step:
@@ -105,10 +100,8 @@ def test_a_first_step_that_is_skipped_has_a_norm_that_is_not_a_number(bound: Any
         assert norm > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "num_devices"),
-    [(torch.float16, 2), (torch.bfloat16, 2), (torch.float16, 1), (torch.bfloat16, 1)],
+    ("dtype", "num_devices"), [(torch.float16, 2), (torch.bfloat16, 2), (torch.float16, 1), (torch.bfloat16, 1)]
 )
 def test_forward_runs_under_autocast(dtype: torch.dtype, num_devices: int) -> None:
     with (pair := Pair(SGD, num_devices, torch.float32, autocast=dtype)).step as step:
@@ -119,7 +112,6 @@ def test_forward_runs_under_autocast(dtype: torch.dtype, num_devices: int) -> No
         assert ("f16" if dtype is torch.float16 else "bf16") in text
 
 
-@pytest.mark.slow
 def test_autocast_by_name_and_by_context_are_the_same() -> None:
     def trained(**options: Any) -> list[torch.Tensor]:
         net = make_net(torch.float32)
@@ -142,7 +134,6 @@ def test_autocast_by_name_and_by_context_are_the_same() -> None:
     assert all(map(torch.equal, plain, trained(autocast=False)))
 
 
-@pytest.mark.slow
 def test_a_scaler_stays_the_users() -> None:
     with (pair := Pair(SGD, 2)).step:
         pair.train()
@@ -163,6 +154,7 @@ def test_a_scaler_stays_the_users() -> None:
         assert idle.state_dict() == {} and "scale" not in step.program.to_text()
 
 
+@pytest.mark.fast
 def test_a_scale_stops_growing_before_infinity() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1)
     net = nn.Linear(1, 1, dtype=torch.float64)
@@ -171,7 +163,6 @@ def test_a_scale_stops_growing_before_infinity() -> None:
         assert scaler.get_scale() == 2.0**127 and step.num_skipped == 0
 
 
-@pytest.mark.slow
 def test_a_failed_step_leaves_the_scaler_alone() -> None:
     def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         torch._assert_async((target < 5).all(), "too large")
@@ -188,6 +179,7 @@ def test_a_failed_step_leaves_the_scaler_alone() -> None:
         assert scaler.get_scale() == 2.0**11, "two steps in a row, the growth interval"
 
 
+@pytest.mark.fast
 def test_a_scaler_is_that_of_one_step() -> None:
     nets, scaler = [make_net(torch.float64) for _ in range(2)], make_scaler()
     compiled = partial(compiled_step, loss_fn=F.mse_loss, scaler=scaler)
@@ -201,6 +193,7 @@ def test_a_scaler_is_that_of_one_step() -> None:
     compiled(nets[0], optimizer=SGD(nets[0].parameters())).close()
 
 
+@pytest.mark.fast
 def test_what_it_refuses() -> None:
     net = make_net(torch.float32)
     compiled = partial(compiled_step, net, F.mse_loss, optimizer=SGD(net.parameters()))

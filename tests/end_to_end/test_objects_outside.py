@@ -1,7 +1,5 @@
 """Whatever is replaced, patched or hooked outside of the model between steps, the next step computes with it."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable
@@ -226,6 +224,7 @@ def plain_step(model: nn.Module, optimizer: Any, loss_fn: Any, x: torch.Tensor, 
     return train_step(model, optimizer, {"input": x, "target": target}, loss_fn)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("devices", [*slow((2,)), *exhaustive((1,))])
 def test_what_changes_outside_of_the_model_is_seen_by_the_next_step(devices: int) -> None:
     expected = train(0)

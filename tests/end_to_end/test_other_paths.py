@@ -1,7 +1,5 @@
 """A parameter or buffer is the variable that it is, whatever path it is read by; one that is none of the model's is spoken of."""
 
-from __future__ import annotations
-
 import operator
 import re
 import warnings
@@ -12,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from references import train_step, unchanged
+from small_modules import Parts, module_of
 from torch import nn
 from twins import compiled_step
 
@@ -98,7 +97,6 @@ def _made(uses: Callable[[Any, torch.Tensor], torch.Tensor], loss: Callable[[Net
     return net, loss(net), torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, 1])
 def test_a_parameter_or_buffer_is_the_models_by_whatever_path_it_is_read(devices: int) -> None:
     ordinary: Callable[[Net], Loss] = lambda net: F.mse_loss  # noqa: E731
@@ -130,6 +128,7 @@ def test_a_parameter_or_buffer_is_the_models_by_whatever_path_it_is_read(devices
             assert set(step.program.variables) <= set(net.state_dict()), name
 
 
+@pytest.mark.fast
 def test_statistics_that_are_reached_by_another_path_are_each_replicas_own() -> None:
     """A BatchNorm in train mode takes other statistics on each replica: it is compared with itself, reached as usual."""
     batches = [(torch.randn(6, 3).double(), torch.randn(6, 4).double()) for _ in range(3)]
@@ -146,7 +145,6 @@ def test_statistics_that_are_reached_by_another_path_are_each_replicas_own() -> 
         torch.testing.assert_close(ordinary, other, rtol=1e-12, atol=0.0)
 
 
-@pytest.mark.slow
 def test_statistics_stay_each_replicas_own_where_other_weights_are_loaded() -> None:
     """BatchNorm loads its counter from itself where a state_dict lacks it: that counts a write, but nothing was written."""
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
@@ -160,18 +158,12 @@ def test_statistics_stay_each_replicas_own_where_other_weights_are_loaded() -> N
         assert torch.equal(step.variables["1.running_mean"].values[1], own[1])
 
 
-class Teacher(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, y: torch.Tensor) -> torch.Tensor:
-        return self.layer(y)
-
-
-@pytest.mark.slow
 def test_what_requires_a_gradient_and_is_not_the_models_is_spoken_of() -> None:
-    teacher, weight, made = Teacher().double(), nn.Parameter(torch.ones(4).double()), torch.ones(4).double()
+    teacher, weight, made = (
+        module_of(lambda self, y: self.layer(y), layer=nn.Linear(4, 4)).double(),
+        nn.Parameter(torch.ones(4).double()),
+        torch.ones(4).double(),
+    )
     made = made.requires_grad_() * 2
     losses: dict[str, tuple[Loss, str]] = {
         "a parameter": (
@@ -209,10 +201,7 @@ def test_what_requires_a_gradient_and_is_not_the_models_is_spoken_of() -> None:
     }
     for name, (loss, text) in losses.items():
         net, loss, optimizer = _made(_same_output, lambda net, loss=loss: loss)  # type: ignore[misc]
-        with (
-            warnings.catch_warnings(record=True) as caught,
-            compiled_step(net, loss, optimizer=optimizer) as step,
-        ):
+        with warnings.catch_warnings(record=True) as caught, compiled_step(net, loss, optimizer=optimizer) as step:
             warnings.simplefilter("always")
             said = []
             try:
@@ -234,10 +223,9 @@ def _without_gradient(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return module(x)
 
 
-class Leaving(nn.Module):
+class Leaving(Parts):
     def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.auxiliary = nn.Linear(3, 4), 0.0
+        super().__init__(layer=nn.Linear(3, 4), auxiliary=0.0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.layer(x)
@@ -245,15 +233,15 @@ class Leaving(nn.Module):
         return y
 
 
-class Collecting(nn.Module):
+class Collecting(Parts):
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model=model)
 
     def forward(self, y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return F.mse_loss(y, target) + self.model.auxiliary
 
 
+@pytest.mark.fast
 def test_an_attribute_that_forward_assigns_is_not_read_by_another_way() -> None:
     model = Leaving().double()
     x, target = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)

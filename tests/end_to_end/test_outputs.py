@@ -1,7 +1,5 @@
 """What a step returns beside its loss is what the model returns on one device, in containers of the same kinds."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -9,11 +7,13 @@ from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
+import module_twins
 import pytest
 import torch
 import torch.nn.functional as F
 from references import unchanged
 from selections import exhaustive, slow_but
+from small_modules import Parts, module_of
 from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 from twins import Twins
@@ -41,11 +41,9 @@ class Holder:
         self.logits, self.unit = logits, "nats"
 
 
-class Model(nn.Module):
+class Model(Parts):
     def __init__(self, shape_outputs: Callable[..., Any]) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
-        self.shape_outputs = shape_outputs
+        super().__init__(first=nn.Linear(4, 6), second=nn.Linear(6, 3), shape_outputs=shape_outputs)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
         hidden = self.first(x).tanh()
@@ -55,11 +53,7 @@ class Model(nn.Module):
 
 
 def batch(size: int = 8, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return (
-        torch.randn(size, 4, dtype=torch.float64, generator=generator),
-        torch.randint(0, 3, (size,), generator=generator),
-    )
+    return module_twins.batch(size, seed, features=4)
 
 
 def make(shape_outputs: Callable[..., Any]) -> tuple[Model, torch.optim.Optimizer]:
@@ -135,7 +129,6 @@ USUAL = [*EACH, *[(kind, 1 + (i + 1) % 4) for i, kind in enumerate(KINDS)][::2]]
 OTHERS = [(kind, devices) for kind in KINDS for devices in range(1, 5) if (kind, devices) not in USUAL]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "devices"), [*USUAL, *exhaustive(*OTHERS)])
 def test_outputs_are_those_of_one_device(kind: str, devices: int) -> None:
     options = {"devices": devices, "return_outputs": True, "tolerance": 1e-12}
@@ -149,7 +142,6 @@ def test_outputs_are_those_of_one_device(kind: str, devices: int) -> None:
         pair.check()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_integers_truth_values_and_short_floats_along_the_batch(backend: str) -> None:
     model, optimizer = make(lambda logits, hidden, loss: (logits, *SHAPES["integers"](logits, hidden, loss)))
@@ -167,7 +159,6 @@ LOSSES: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(LOSSES))
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_a_model_may_return_its_loss_among_outputs(kind: str, devices: int) -> None:
@@ -179,29 +170,22 @@ def test_a_model_may_return_its_loss_among_outputs(kind: str, devices: int) -> N
         loss, outputs = step(x, labels=labels)
         place: Any = 0 if kind == "tuple" else "loss"
         assert outputs[place] is loss and type(loss) is TrainedLoss
-        plain = [
-            loss.clone() if value is loss else value for value in (outputs if kind == "tuple" else outputs.values())
-        ]
+        values = outputs if kind == "tuple" else outputs.values()
+        plain = [loss.clone() if value is loss else value for value in values]
         assert_equal(tuple(plain) if kind == "tuple" else type(outputs)(zip(outputs, plain, strict=True)), expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(LOSSES))
 def test_such_a_model_trains_without_outputs_too(kind: str) -> None:
     model, optimizer = make(LOSSES[kind])
     x, labels = batch(8)
-    expected = (
-        F.cross_entropy(model(x, labels)[0 if kind == "tuple" else "logits"], labels).item()
-        if kind != "tuple"
-        else None
-    )
+    outputs = model(x, labels)
+    expected = (outputs[0] if kind == "tuple" else outputs["loss"]).item()
     with compiled(model, optimizer, return_outputs=False) as step:
-        loss = step(x, labels=labels)
-        assert isinstance(loss, torch.Tensor) and (expected is None or loss.item() == pytest.approx(expected))
+        assert step(x, labels=labels).item() == pytest.approx(expected)
         assert not any(list(calls_to(graph, ops.gather)) for graph in step.program.graphs())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_what_loss_fn_returns_beside_the_loss(devices: int) -> None:
     model, optimizer = make(SHAPES["tensor"])
@@ -233,7 +217,6 @@ def test_what_loss_fn_returns_beside_the_loss(devices: int) -> None:
         assert loss.item() == pytest.approx(F.cross_entropy(logits, target).item())
 
 
-@pytest.mark.slow
 def test_with_loss_reduction_sum_scalars_are_still_means() -> None:
     model, optimizer = make(lambda logits, hidden, loss: (logits, logits.mean()))
     x, target = batch(7)
@@ -244,7 +227,6 @@ def test_with_loss_reduction_sum_scalars_are_still_means() -> None:
         assert step(x, target=target)[1][1].item() == pytest.approx(expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [3, 6, 7])
 def test_what_happens_to_be_as_long_as_a_shard_is_no_batch(size: int) -> None:
     """A matrix of three rows beside shards of three examples."""
@@ -259,25 +241,19 @@ def test_what_happens_to_be_as_long_as_a_shard_is_no_batch(size: int) -> None:
             torch.testing.assert_close(own, part.T @ part)
 
 
-@pytest.mark.slow
 def test_arguments_parameters_and_plain_values_are_returned_as_they_are() -> None:
-    class Echo(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return {
-                "x": x,
-                "weight": self.weight,
-                "y": x * self.weight,
-                "n": 3,
-                "none": None,
-                "kind": x.dtype,
-                "view": x[:, :2],
-            }
-
-    model = Echo()
+    model = module_of(
+        lambda self, x: {
+            "x": x,
+            "weight": self.weight,
+            "y": x * self.weight,
+            "n": 3,
+            "none": None,
+            "kind": x.dtype,
+            "view": x[:, :2],
+        },
+        weight=nn.Parameter(torch.ones(4, dtype=torch.float64)),
+    )
     x, _ = batch(5)
     with compiled(
         model,
@@ -293,7 +269,6 @@ def test_arguments_parameters_and_plain_values_are_returned_as_they_are() -> Non
         assert isinstance(outputs["x"], PerReplica) and outputs["y"].shape == (5, 4)
 
 
-@pytest.mark.slow
 def test_outputs_of_a_step_stay_as_they_are_in_later_steps() -> None:
     model, optimizer = make(lambda logits, hidden, loss: (logits, hidden.mean(), hidden.sum(0)))
     with compiled(model, optimizer, 2, loss_fn=loss_of_outputs) as step:
@@ -309,7 +284,6 @@ def test_outputs_of_a_step_stay_as_they_are_in_later_steps() -> None:
             assert all(map(torch.equal, outputs[2].values, sums))
 
 
-@pytest.mark.slow
 def test_what_is_written_in_place_after_it_was_returned_shows_the_write() -> None:
     def loss_that_writes(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         loss = F.cross_entropy(logits, target)
@@ -324,11 +298,11 @@ def test_what_is_written_in_place_after_it_was_returned_shows_the_write() -> Non
         assert_equal(step(x, target=target)[1], expected)
 
 
+@pytest.mark.fast
 def test_a_model_of_batches_of_one_size_gives_what_may_lie_along_the_batch_apart() -> None:
-    class Fixed(nn.Module):
+    class Fixed(Parts):
         def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 3).double()
+            super().__init__(linear=nn.Linear(4, 3).double())
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if len(x) != 4:
@@ -368,6 +342,7 @@ NUMBERS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("kind", [*HIDDEN, *NUMBERS])
 def test_what_cannot_be_returned_is_refused(kind: str) -> None:
     """Tensors that cannot be found, and numbers and arrays that are made of tensors."""
@@ -375,7 +350,6 @@ def test_what_cannot_be_returned_is_refused(kind: str) -> None:
     refuses(lambda logits, hidden, loss: (logits, make_output(hidden)), "fix:  ")
 
 
-@pytest.mark.slow
 def test_objects_are_looked_into_at_any_depth_and_made_anew_in_each_step() -> None:
     def deep(logits: torch.Tensor, hidden: torch.Tensor, loss: Any) -> Any:
         inner: Any = hidden
@@ -397,7 +371,6 @@ def test_objects_are_looked_into_at_any_depth_and_made_anew_in_each_step() -> No
         assert step(x, target=target)[1]["sizes"].unit == "nats"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("view", [lambda t: t.T, lambda t: t.mT, lambda t: t.data])
 @pytest.mark.parametrize("of", ["argument", "target", "parameter"])
 def test_views_that_no_operator_makes_are_refused_and_copies_of_them_given(of: str, view: Callable[..., Any]) -> None:
@@ -435,7 +408,6 @@ def test_views_that_no_operator_makes_are_refused_and_copies_of_them_given(of: s
                 torch.testing.assert_close(value, expected)
 
 
-@pytest.mark.slow
 def test_the_mark_of_a_sum_follows_conversions_and_nothing_else() -> None:
     model, optimizer = make(
         lambda logits, hidden, loss: (
@@ -455,7 +427,6 @@ def test_the_mark_of_a_sum_follows_conversions_and_nothing_else() -> None:
     refuses(halved, r"'outputs\[1\]', .* is computed from a summed\(\) value")
 
 
-@pytest.mark.slow
 def test_counts_made_of_the_size_of_a_shard_are_added_up() -> None:
     def with_count(logits: torch.Tensor, target: torch.Tensor) -> Any:
         return F.cross_entropy(logits, target), {"n": mirrorc.summed(torch.tensor(len(target)))}
@@ -467,7 +438,6 @@ def test_counts_made_of_the_size_of_a_shard_are_added_up() -> None:
             assert step(x, target=target)[1][1]["n"].item() == size
 
 
-@pytest.mark.slow
 def test_outputs_that_cannot_be_put_together_say_that_the_step_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = make(SHAPES["tensor"])
     x, target = batch(8)
@@ -487,7 +457,6 @@ def test_outputs_that_cannot_be_put_together_say_that_the_step_is_done(monkeypat
         assert step(x, target=target)[1].shape == (8, 3)
 
 
-@pytest.mark.slow
 def test_what_depends_on_the_number_of_examples_is_refused() -> None:
     structure = r"'outputs.*another structure for another number of examples\n.*\n  fix"
     refuses(lambda logits, *_: list(logits), structure, lambda out, t: F.cross_entropy(torch.stack(out), t))
@@ -495,6 +464,7 @@ def test_what_depends_on_the_number_of_examples_is_refused() -> None:
     refuses(lambda logits, hidden, loss: {"logits": logits, "rows": mirrorc.summed(hidden)}, summed)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("backend", slow_but(["eager"], ["eager", "inductor"]))
 def test_summed_is_the_identity_elsewhere(backend: str) -> None:
     x = torch.randn(3, requires_grad=True)
@@ -506,7 +476,6 @@ def test_summed_is_the_identity_elsewhere(backend: str) -> None:
         assert step(a, target=target).shape == ()
 
 
-@pytest.mark.slow
 def test_a_skipped_step_gives_outputs_and_a_failed_one_leaves_nothing() -> None:
     model, optimizer = make(lambda logits, hidden, loss: logits)
     x, target = batch(8)
@@ -521,7 +490,6 @@ def test_a_skipped_step_gives_outputs_and_a_failed_one_leaves_nothing() -> None:
         assert step(x, target=target)[1].shape == (8, 3)
 
 
-@pytest.mark.slow
 def test_the_printed_program_shows_what_is_gathered_and_a_saved_one_keeps_it(tmp_path: Any) -> None:
     model, optimizer = make(lambda logits, hidden, loss: {"logits": logits, "mean": hidden.mean()})
     x, target = batch(8)
@@ -534,17 +502,10 @@ def test_the_printed_program_shows_what_is_gathered_and_a_saved_one_keeps_it(tmp
         assert step.memory().total > 0
 
 
-@pytest.mark.slow
 def test_dropout_and_accuracy_agree_with_the_outputs() -> None:
-    class Dropping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 3).double()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return F.dropout(self.linear(x), 0.5, training=self.training)
-
-    model = Dropping()
+    model = module_of(
+        lambda self, x: F.dropout(self.linear(x), 0.5, training=self.training), linear=nn.Linear(4, 3).double()
+    )
     x, target = batch(8)
     with compiled(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=F.cross_entropy) as step:
         for _ in range(3):

@@ -1,7 +1,5 @@
 """Every plan of packs gives the numbers of one device, whatever the parameters and the optimizer are."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from references import (
     unchanged,
 )
 from selections import exhaustive, slow, slow_but, thinned
+from small_modules import Parts, module_of
 from tiny_models import MODELS
 from torch import nn
 from twins import batches_of, compiled_step
@@ -94,19 +93,15 @@ def trained(options: dict[str, Any], num_devices: int, optimizer: OptimizerMaker
     assert_trains_alike(model, optimizer, batches, num_devices, tiny.loss_fn, tolerance=TOLERANCE, **options)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "num_devices", "optimizer", "link"),
-    [
-        *QUICK,
-        *MORE,
-        *exhaustive(*(case for case in TABLE if case not in QUICK and case not in MORE)),
-    ],
+    [*QUICK, *MORE, *exhaustive(*(case for case in TABLE if case not in QUICK and case not in MORE))],
 )
 def test_every_plan_trains_as_one_device(plan: str, num_devices: int, optimizer: str, link: str) -> None:
     trained(PLANS[plan] | LINKS[link], num_devices, OPTIMIZERS[optimizer])
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("plan", "num_devices", "link"),
     [("2 packs", 2, "shared"), *slow(("5 packs", 3, "copies"), ("5 packs, reversed", 1, "shared"))],
@@ -153,7 +148,6 @@ def assert_odd_trains_alike(
     assert_same_training(mirrored, single, 1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [*exhaustive((1,), (2,)), 3])
 @pytest.mark.parametrize("plan", [*PLANS])
 def test_parameters_of_all_kinds_are_packed(plan: str, num_devices: int) -> None:
@@ -167,20 +161,17 @@ def test_thousands_of_parameters_are_packed(num_packs: int) -> None:
     assert_odd_trains_alike("sgd", 2, num_tiny=5000, steps=1, buckets=EqualPacks(num_packs))
 
 
-class Sum(nn.Module):
+class Sum(Parts):
     """A loss whose gradient is one for each element of a weight of ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(10, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x @ self.weight).sum()
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("num_bytes", [1, 4, math.inf])
 def test_packs_of_so_many_bytes_give_the_same(num_bytes: float) -> None:
-    model = Sum()
+    model = Sum(weight=nn.Parameter(torch.ones(10, 1)))
     make = partial(torch.optim.SGD, lr=0.25)
     with compiled_step(model, optimizer=make, loss_reduction="sum", buckets=num_bytes / 2**20) as step:
         step(torch.ones(2, 10))
@@ -196,7 +187,6 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("link", ["shared", "copies"])
 @pytest.mark.parametrize("feature", [*FEATURES])
 def test_packs_go_together_with_what_else_a_step_does(feature: str, link: str) -> None:
@@ -212,7 +202,6 @@ def test_packs_go_together_with_what_else_a_step_does(feature: str, link: str) -
         assert_same_bits(packed, whole)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("link", [*LINKS])
 def test_packs_of_accumulated_gradients_and_of_replicas_without_examples(link: str) -> None:
     tiny = MODELS["mlp"]
@@ -229,7 +218,6 @@ def test_packs_of_accumulated_gradients_and_of_replicas_without_examples(link: s
     assert_same_model(*trained_models, TOLERANCE)
 
 
-@pytest.mark.slow
 def test_a_scaler_skips_a_step_whose_packs_are_not_finite() -> None:
     tiny = MODELS["mlp"]
     model = tiny.make(torch.float32)
@@ -241,7 +229,6 @@ def test_a_scaler_skips_a_step_whose_packs_are_not_finite() -> None:
         assert step.num_skipped == 1
 
 
-@pytest.mark.slow
 def test_compiled_regions_write_into_the_slots_of_packs() -> None:
     tiny = MODELS["conv"]
     model, batches = tiny.make(torch.float64), tiny.batches(6, torch.float64, steps=3)
@@ -273,7 +260,6 @@ def explained(**options: Any) -> Any:
         return step.explain(), str(step.explain())
 
 
-@pytest.mark.slow
 def test_the_explanation_shows_packs_in_flight_before_the_last_gradient_is_made() -> None:
     early, text = explained()
     late, _ = explained(add=[mirrorc.after("schedule-overlap", LaunchLast())])
@@ -286,7 +272,6 @@ def test_the_explanation_shows_packs_in_flight_before_the_last_gradient_is_made(
     assert all(row.launched_ms >= last_ready[1] for row in late.buckets)
 
 
-@pytest.mark.slow
 def test_a_cut_program_is_printed_read_saved_and_told_of(tmp_path: Path) -> None:
     tiny = MODELS["mlp"]
     model = tiny.make(torch.float64)
@@ -305,16 +290,6 @@ def test_a_cut_program_is_printed_read_saved_and_told_of(tmp_path: Path) -> None
     assert "gradients" in str(memory)
 
 
-class Crossed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(5, 3), nn.Linear(5, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.one(torch.tanh(self.two(x)))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("order", "expected"),
     [
@@ -324,7 +299,7 @@ class Crossed(nn.Module):
     ],
 )
 def test_gradients_lie_in_the_order_that_is_asked_for(order: Any, expected: list[str]) -> None:
-    model = Crossed()
+    model = module_of(lambda self, x: self.one(torch.tanh(self.two(x))), one=nn.Linear(5, 3), two=nn.Linear(5, 5))
     with compiled_step(model, F.cross_entropy, order=order, buckets=math.inf) as step:
         program = step.prepare(torch.ones(4, 5), target=torch.zeros(4, dtype=torch.int64))
     (bucket,) = program.buckets

@@ -82,7 +82,6 @@ STANDS: list[tuple[str, tuple[str, ...], int]] = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "place", "disabled"),
     [
@@ -114,7 +113,6 @@ class EarlyBfloat16(custom_pass.Bfloat16OnTheWire):  # type: ignore[misc, name-d
         return super().run(program)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [3, 1, 2])
 def test_an_operator_of_torch_may_stand_between_wait_and_update(num_devices: int) -> None:
     clip = mirrorc.after("insert-update", ClipBuckets(0.01))
@@ -126,7 +124,6 @@ def test_an_operator_of_torch_may_stand_between_wait_and_update(num_devices: int
     assert largest_difference(found, expected) < 1e-12 and "aten.clamp.default" in str(program)
 
 
-@pytest.mark.slow
 def test_the_clamp_goes_with_the_update_and_keeps_the_overlap() -> None:
     options = {"disable": ("share-parameters",), "buckets": ByBytes(1e-3, 1e-3)}
     _, program = trained(2, add=[mirrorc.after("insert-update", ClipBuckets(1.0))], **options)
@@ -136,12 +133,12 @@ def test_the_clamp_goes_with_the_update_and_keeps_the_overlap() -> None:
     assert len(program.buckets) > 1 and all(nodes.index(wait) > last_region for wait in calls_to(graph, ops.wait))
 
 
+@pytest.mark.fast
 def test_a_change_of_what_is_computed_must_be_declared() -> None:
     with pytest.raises(mirrorc.VerifyError, match=r"'scale-gradients' breaks the rule"):
         trained(2, add=[mirrorc.after("pack-gradients", ScaleGradients())])
 
 
-@pytest.mark.slow
 def test_a_declared_change_of_what_is_computed_is_run() -> None:
     added = [mirrorc.after("pack-gradients", ScaleGradients(changes_dataflow=True))]
     found, program = trained(2, steps=1, dtype=torch.float64, add=added)
@@ -152,7 +149,6 @@ def test_a_declared_change_of_what_is_computed_is_run() -> None:
     assert "d(last.weight)_mul" in str(program)
 
 
-@pytest.mark.slow
 def test_a_pipeline_of_ones_own_and_added_passes_go_together() -> None:
     pipeline = [*default_pipeline()]
     added = [mirrorc.before("lower-collectives", custom_pass.Bfloat16OnTheWire())]
@@ -160,7 +156,6 @@ def test_a_pipeline_of_ones_own_and_added_passes_go_together() -> None:
     assert "bf16" in str(program)
 
 
-@pytest.mark.slow
 def test_added_passes_stand_where_they_were_placed(tmp_path: Path) -> None:
     first = mirrorc.after("insert-update", ClipBuckets(1.0))
     second = mirrorc.before("clip-buckets", ClipBuckets(2.0))
@@ -171,6 +166,7 @@ def test_added_passes_stand_where_they_were_placed(tmp_path: Path) -> None:
     assert "clamp.default(b0_sum, -2.0, 2.0)" in text
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("added", "error", "message"),
     [

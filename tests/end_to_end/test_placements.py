@@ -1,7 +1,5 @@
 """Wherever parameters are and whoever updates them, a step means the same: numbers, bits, buffers and the optimizer's state."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -73,7 +71,6 @@ def assert_same_state_bits(one: Trained, other: Trained) -> None:
             assert torch.equal(torch.as_tensor(found[number][key]), torch.as_tensor(value)), (number, key)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("placement", "num_devices", "link"),
     [
@@ -100,7 +97,6 @@ def test_a_step_means_the_same(placement: Placement, num_devices: int, link: str
     assert_same_state(placed.optimizer, alone.optimizer, TOLERANCE)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("placement", "options"),
     [
@@ -132,7 +128,6 @@ def test_so_it_does_with_other_options(placement: Placement, options: dict[str, 
         assert_same_state_bits(trained[1], trained[0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["least-loaded", "central", "cpu:2"])
 def test_so_it_does_where_devices_have_memories_of_their_own(placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one device sends is a copy on another one, and the optimizer's state may lie elsewhere than the user's parameters."""
@@ -146,7 +141,6 @@ def test_so_it_does_where_devices_have_memories_of_their_own(placement: str, mon
     run.train()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("placement", "num_devices", "link"),
     [("least-loaded", 3, "copy"), ("central", 3, None), ("central", 4, "copy"), ("least-loaded", 4, None)],
@@ -165,13 +159,11 @@ def test_copies_that_devices_pass_on_are_the_same(placement: str, num_devices: i
     assert_same_state_bits(trained[1], trained[0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("placement", "num_devices"), [("least-loaded", 2), ("central", 3)])
 def test_an_optimizer_that_is_not_element_wise_runs_on_the_first_device(placement: str, num_devices: int) -> None:
     assert_means_the_same(placement, num_devices, partial(NormalizedSgd, lr=0.1))
 
 
-@pytest.mark.slow
 def test_two_optimizers_of_both_kinds_over_one_model() -> None:
     trained = []
     for placement in ("mirrored", "least-loaded"):
@@ -185,7 +177,6 @@ def test_two_optimizers_of_both_kinds_over_one_model() -> None:
     assert_same_bits(trained[1], trained[0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("placement", "num_devices"), [("least-loaded", 2), ("central", 3)])
 def test_buffers_are_each_replicas_own(placement: str, num_devices: int) -> None:
     torch.manual_seed(0)
@@ -222,7 +213,6 @@ class Run:
         self.each(lambda step, *_: step(**self.batches[0]), which)
 
 
-@pytest.mark.slow
 def test_evaluations_accumulation_and_writes_of_the_user() -> None:
     run = Run("least-loaded", num_devices=3)
     run.train()
@@ -250,7 +240,6 @@ def test_evaluations_accumulation_and_writes_of_the_user() -> None:
     )  # one device has examples
 
 
-@pytest.mark.slow
 def test_state_goes_from_one_placement_to_another() -> None:
     run = Run("central")
     for _ in range(2):
@@ -271,14 +260,12 @@ def test_state_goes_from_one_placement_to_another() -> None:
     assert saved["state"].keys() == {0, 1, 2, 3, 4, 5}
 
 
-@pytest.mark.slow
 def test_steps_over_one_model_may_place_it_otherwise() -> None:
     run = Run("central", "least-loaded", "shared", NAMED)
     for which in (0, 1, 0, 2, 3, 1):
         run.train(which)
 
 
-@pytest.mark.slow
 def test_only_the_owner_has_the_optimizers_state() -> None:
     run = Run("central", num_devices=3, link="copy")
     run.train()
@@ -293,7 +280,6 @@ def test_only_the_owner_has_the_optimizers_state() -> None:
     assert first and second and abs(first - second) < 0.2 * (first + second)
 
 
-@pytest.mark.slow
 def test_a_step_says_what_it_moves() -> None:
     run = Run("least-loaded", num_devices=3)
     run.train()
@@ -309,7 +295,6 @@ def test_a_step_says_what_it_moves() -> None:
         assert sum(1 for _ in calls_to(graph, ops.store)) == len(program.buckets) - len(own)
 
 
-@pytest.mark.slow
 def test_a_first_step_whose_owner_cannot_update_is_undone_on_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run("least-loaded", num_devices=3)
     update, calls = FlatOptimizer.update, []
@@ -338,6 +323,7 @@ class TwoHeads(nn.Module):
         return self.get_submodule(head)(self.body(x).tanh())
 
 
+@pytest.mark.fast
 def test_a_call_may_leave_out_what_a_placement_names() -> None:
     placement = {"left.weight": "cpu:1", "right.bias": "cpu:1"}
     adam = partial(torch.optim.Adam, lr=0.05)
@@ -348,6 +334,7 @@ def test_a_call_may_leave_out_what_a_placement_names() -> None:
         pair.check()
 
 
+@pytest.mark.fast
 def test_a_pipeline_that_names_an_owner_of_nothing_is_refused() -> None:
     pipeline = mirrorc.passes.default_pipeline(placement="central", owners=(("lost.weight", "cpu:1"),))
     with pytest.raises(PassError, match=r"names 'lost\.weight', which is no parameter or buffer of the model"):

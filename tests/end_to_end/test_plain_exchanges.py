@@ -1,15 +1,18 @@
 """Models and losses that run as plain PyTorch and ask all replicas for values train as one device does on the whole batch."""
 
-from __future__ import annotations
-
+import math
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from references import unchanged
+from references import assert_same_parameters, refused, unchanged
+from selections import exhaustive, slow
+from small_modules import Parts
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -17,6 +20,9 @@ from twins import Twins, compiled_step, sgd
 
 import mirrorc
 from mirrorc.packing import ByBytes
+from mirrorc.runtime.state.shares import pieces
+
+pytestmark = pytest.mark.fast
 
 TOLERANCE = 1e-12
 NUM_DEVICES = [pytest.param(n, marks=[pytest.mark.slow]) for n in (1, 2, 3)]
@@ -46,12 +52,11 @@ def contrastive_loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tenso
     return F.cross_entropy(own @ mirrorc.all_gather(other).T / 0.1, before + torch.arange(len(own)))
 
 
-class Centered(nn.Module):
+class Centered(Parts):
     """As of DINO: the targets' running mean over the whole batch is taken from each target."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.student = net()
+        super().__init__(student=net())
         self.register_buffer("center", torch.zeros(3, dtype=torch.float64))
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -84,12 +89,11 @@ def test_a_center_of_the_whole_batch_equals_one_device(num_devices: int) -> None
         torch.testing.assert_close(pair.model.center, pair.twin.center, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-class Draws(nn.Module):
+class Draws(Parts):
     """Draws before and after an exchange, of which each lets other replicas draw."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.Linear(5, 3).double()
+        super().__init__(last=nn.Linear(5, 3).double())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.last(x) + 0.0 * torch.rand(len(x), 1)
@@ -103,12 +107,11 @@ def test_replicas_that_draw_wait_for_each_other() -> None:
             pair.train(doubles(size, 5), target=doubles(size, 3))
 
 
-class Asks(nn.Module):
+class Asks(Parts):
     """Asks as often as the first example of the shard says, and may fail afterwards."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.Linear(5, 3).double()
+        super().__init__(last=nn.Linear(5, 3).double())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.last(x)
@@ -214,10 +217,9 @@ def test_several_workers_are_refused() -> None:
         mirrorc.plan(model, (x, x[:, :3]), world=mirrorc.World(2), **options)
 
 
-class Counts(nn.Module):
+class Counts(Parts):
     def __init__(self) -> None:
-        super().__init__()
-        self.last, self.calls = nn.Linear(5, 3).double(), 0
+        super().__init__(last=nn.Linear(5, 3).double(), calls=0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
@@ -242,8 +244,7 @@ def test_what_cannot_be_exchanged_is_refused(text: str) -> None:
     model, x = make(), doubles(8, 5)
     with (
         compiled_step(model, F.mse_loss, capture="autograd", **options) as step,
-        unchanged(model),
-        pytest.raises(mirrorc.CaptureError, match=text),
+        refused(mirrorc.CaptureError, text, model),
     ):
         step(x, target=x[:, :3])
 
@@ -252,7 +253,151 @@ def test_a_buffer_that_some_replicas_would_not_write_is_refused() -> None:
     model = Centered()
     with (
         compiled_step(model, devices=3, capture="autograd") as step,
-        unchanged(model),
-        pytest.raises(mirrorc.CaptureError, match="'center' for a batch of fewer examples than devices"),
+        refused(mirrorc.CaptureError, "'center' for a batch of fewer examples than devices", model),
     ):
         step(doubles(2, 5), target=doubles(2, 3))
+
+
+# Of a model with embedding tables, options of a step do what one device does, though only a step's rows are looked at.
+
+
+NUM_ROWS, WIDTH = 3000, 50
+
+
+class Tables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(NUM_ROWS, WIDTH)
+        self.places = nn.Embedding(NUM_ROWS + 7, WIDTH, padding_idx=3)
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        return self.head((self.words(indices) * self.places(indices)).sum(1))
+
+
+def given(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with a scaler of their own."""
+    return options | ({"scaler": torch.amp.GradScaler("cpu", options["scaler"])} if "scaler" in options else {})
+
+
+def batches(dtype: torch.dtype, bad: float | None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(1)
+    for i, size in enumerate((5, 8, 5, 8, 5)):
+        indices = torch.randint(0, NUM_ROWS, (size, 4))
+        indices[:, 0], indices[0, :2], indices[-1, 2] = 17, 3, NUM_ROWS - 1
+        target = torch.randn(size, 2, dtype=dtype)
+        if i == 2 and bad is not None:
+            target[size // 2, 1] = bad
+        yield indices, target
+
+
+def trained_on_one_device(
+    net: nn.Module, optimizer: torch.optim.Optimizer, given: dict[str, Any], bad: float | None, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    norms, scaler = [], given.get("scaler")
+    for x, target in batches(dtype, bad):
+        optimizer.zero_grad()
+        loss = F.mse_loss(net(x), target)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        is_finite = all(p.grad is not None and bool(p.grad.isfinite().all()) for p in net.parameters())
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        if "clip_grad_norm" in given:
+            bound = given["clip_grad_norm"]
+            norms.append(nn.utils.clip_grad_norm_(net.parameters(), bound.max_norm, bound.norm_type))
+        if "clip_grad_value" in given:
+            nn.utils.clip_grad_value_(net.parameters(), given["clip_grad_value"])
+        if scaler is not None:
+            scaler.step(optimizer)
+            scaler.update()
+        elif is_finite or "check_finite" not in given:
+            optimizer.step()
+    return norms
+
+
+@pytest.mark.parametrize(
+    ("options", "bad"),
+    [
+        ({"clip_grad_norm": mirrorc.ClipGradNorm(1e-3, 1.0), "clip_grad_value": 1e-5}, None),
+        ({"clip_grad_norm": mirrorc.ClipGradNorm(1e-3, math.inf), "check_finite": "skip"}, math.nan),
+        ({"scaler": 2.0**6, "clip_grad_norm": mirrorc.ClipGradNorm(1e-2)}, math.nan),
+        *slow(
+            ({"clip_grad_norm": mirrorc.ClipGradNorm(1e-3)}, None),
+            ({"clip_grad_value": 1e-3}, None),
+            ({"check_finite": "skip"}, math.nan),
+            ({"scaler": 2.0**6}, math.inf),
+        ),
+        *exhaustive(
+            ({"clip_grad_norm": mirrorc.ClipGradNorm(1e6)}, None),
+            ({"clip_grad_norm": mirrorc.ClipGradNorm(1e-3), "clip_grad_value": 1e-5}, None),
+            ({"clip_grad_norm": mirrorc.ClipGradNorm(1e-3, 3.0)}, None),
+            ({"clip_grad_value": 1e-3, "check_finite": "skip"}, math.inf),
+            ({"scaler": 3.0, "clip_grad_value": 1e-3}, math.nan),
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    ("num_devices", "dtype"),
+    [
+        (2, torch.float64),
+        *slow((3, torch.float32)),
+        *exhaustive((1, torch.float64), (3, torch.float64), (2, torch.float32), (1, torch.float32)),
+    ],
+)
+def test_steps_are_those_of_one_device(
+    options: dict[str, Any], bad: float | None, num_devices: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    make = partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True)
+    norms = []
+    with Twins(Tables().to(dtype), make, F.mse_loss, num_devices, **given(options)) as pair:
+        for x, target in batches(dtype, bad):
+            pair.step(x, target=target)
+            norms += [pair.step.grad_norm] if "clip_grad_norm" in options else []
+        assert pair.step.num_skipped == (bad is not None)
+        expected = trained_on_one_device(pair.twin, pair.twin_optimizer, given(options), bad, dtype)
+        tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+        for one, other in zip(norms, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=0.0, equal_nan=True, check_dtype=False)
+        assert_same_parameters(pair.model, pair.twin, tolerance)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip_grad_norm": 1e-3},
+        {"scaler": 2.0**10},
+        *slow(
+            ({"clip_grad_value": 1e-3},),
+            ({"clip_grad_norm": 1e6},),
+            ({"clip_grad_norm": mirrorc.ClipGradNorm(1e-3, math.inf)},),
+            ({"check_finite": True},),
+        ),
+    ],
+)
+def test_no_share_of_a_table_is_looked_at_or_changed_as_a_whole(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does a fused kernel write a scaled gradient back: what is behind the rows of a step stays as it is."""
+    parts: list[int] = []
+    visit = pieces.Visit.__call__
+
+    def noting(one: pieces.Visit, part: torch.Tensor) -> None:
+        parts.append(part.numel())
+        visit(one, part)
+
+    monkeypatch.setattr(pieces.Visit, "__call__", noting)
+    net = Tables()
+    divided: list[object] = []
+    monkeypatch.setattr(
+        mirrorc.runtime.state.optimizers.flat_optimizer,
+        "dividing_gradients",
+        lambda *args: divided.append(args) or pytest.fail("it writes the gradient"),
+    )
+    make = partial(torch.optim.AdamW, fused=True)
+    with compiled_step(net, F.mse_loss, optimizer=make, **given(options)) as step:
+        for x, target in batches(torch.float32, None):
+            step(x, target=target)
+            parts.append(0)
+    of_later_steps = parts[parts.index(0) :]
+    assert max(of_later_steps) <= 2 * 8 * 4 * WIDTH

@@ -1,7 +1,5 @@
 """Python state that forward or loss advances: as in plain PyTorch once a step, wherever it is kept, or refused by its name."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import copy
@@ -28,7 +26,7 @@ from twins import compiled_step, sgd
 from mirrorc import CaptureError, ExecutionError, MirrorcError
 from mirrorc.capture.model.function_module import used_globals
 
-pytestmark = pytest.mark.filterwarnings("ignore:MC2701")
+pytestmark = [pytest.mark.fast, pytest.mark.filterwarnings("ignore:MC2701")]
 
 count = 0
 
@@ -173,23 +171,8 @@ def reset() -> None:
 
 
 PLACES = [
-    "attribute",
-    "tuple",
-    "dict",
-    "list",
-    "nested",
-    "set",
-    "deque",
-    "object",
-    "slot",
-    "class",
-    "global",
-    "function",
-    "closure",
-    "decorated",
-    "context manager",
-    "cached function",
-    "submodule of a package",
+    *("attribute", "tuple", "dict", "list", "nested", "set", "deque", "object", "slot", "class", "global", "function"),
+    *("closure", "decorated", "context manager", "cached function", "submodule of a package"),
 ]
 
 
@@ -330,28 +313,31 @@ class Masks(nn.Module):
         return torch.tanh(self.layer(x)) @ self.mask_of(3)
 
 
+def loss_of_two(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(output[:, :2], target)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["attribute", "dict"])
 def test_a_cached_mask_is_kept_as_in_plain_pytorch(place: str) -> None:
-    def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return F.mse_loss(output[:, :2], target)
-
-    plain, found = assert_trains_as_plainly(lambda: (Masks(place), loss_of), 6, 5)
+    plain, found = assert_trains_as_plainly(lambda: (Masks(place), loss_of_two), 6, 5)
     masks = [[model.mask, *model.masks.values()] for model in (plain, found)]  # type: ignore[attr-defined]
     assert len(masks[0]) == len(masks[1])
     assert all(torch.equal(a, b) for a, b in zip(*masks, strict=True) if a is not None)
 
 
-def test_a_model_whose_cache_is_filled_is_captured() -> None:
-    def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return F.mse_loss(output[:, :2], target)
-
+@pytest.mark.slow
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_model_whose_cache_is_filled_is_captured(evaluates: bool) -> None:
     how = []
-    with compiled_step(Masks("attribute"), loss_of) as step:
+    with compiled_step(Masks("attribute"), loss_of_two) as step:
         for x, y in data_of(6, 6, 6, 6):
             step(x, y)
             how.append(step.metrics()["programs/compiled"])
+            if evaluates:
+                step.evaluate(x, target=y)
         assert "autograd" not in step.program.to_text()
-    assert how == [1.0, 1.0, 2.0, 2.0]
+    assert evaluates or how == [1.0, 1.0, 2.0, 2.0]
 
 
 class Routes(nn.Module):
@@ -373,17 +359,6 @@ def test_attributes_that_are_assigned_before_they_are_read_are_values_of_the_cal
     with pytest.warns(UserWarning, match=r"MC3304: .* sets attributes of modules \('auxiliary'\)"):
         plain, found = assert_trains_as_plainly(lambda: (Routes(), F.mse_loss), 6, 5, 6, capture=capture)
     assert hasattr(plain.parts[0], "auxiliary") and not hasattr(found.parts[0], "auxiliary")  # type: ignore[index]
-
-
-def test_an_evaluation_in_between_does_not_keep_it_from_being_captured() -> None:
-    def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return F.mse_loss(output[:, :2], target)
-
-    with compiled_step(Masks("attribute"), loss_of) as step:
-        for x, y in data_of(6, 6, 6, 6):
-            step(x, y)
-            step.evaluate(x, target=y)
-        assert "autograd" not in step.program.to_text()
 
 
 def test_a_model_and_its_state_are_freed_with_the_step() -> None:

@@ -1,7 +1,5 @@
 """Quantization-aware training: observers keep ranges in buffers, to the bit on one device, and of each shard on several."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

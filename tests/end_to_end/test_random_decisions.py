@@ -1,32 +1,33 @@
 """Forward decides by numbers that Python or numpy draw: a step draws them once for all replicas, as one device would."""
 
-from __future__ import annotations
-
+import io
 import math
 import operator
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from references import assert_same_model
-from selections import exhaustive
+from references import assert_same_model, assert_same_parameters, assert_same_state
+from selections import exhaustive, slow
+from small_modules import Parts
 from torch import nn
 from torch.nn import functional as F
 from twins import Twins, compiled_step
 
 import mirrorc
+from mirrorc import ClipGradNorm, NonFiniteError
 from mirrorc.capture.dynamo.drawn_branches import DrawnScalar
 from mirrorc.errors import CaptureError, ExecutionError
+from mirrorc.packing import ByBytes
 
 
-class LeavesOutLayers(nn.Module):
+class LeavesOutLayers(Parts):
     def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.head = nn.ModuleList(nn.Linear(3, 3) for _ in range(2)), nn.Linear(3, 3)
+        super().__init__(layers=nn.ModuleList(nn.Linear(3, 3) for _ in range(2)), head=nn.Linear(3, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for i, layer in enumerate(self.layers):
@@ -37,10 +38,9 @@ class LeavesOutLayers(nn.Module):
         return self.head(x) * random.uniform(0.5, 1.0) + np.random.randint(3)
 
 
-class Does(nn.Module):
+class Does(Parts):
     def __init__(self, does: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.layer, self.does = nn.Linear(3, 3), does
+        super().__init__(layer=nn.Linear(3, 3), does=does)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.does(self.layer(x))
@@ -59,7 +59,6 @@ def states() -> tuple[Any, ...]:
     return random.getstate(), str(np.random.get_state())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "backend"), [(2, "eager"), (4, "eager"), *exhaustive((1, "eager"), (2, "inductor"))]
 )
@@ -85,6 +84,7 @@ def test_layers_are_left_out_as_on_one_device(num_devices: int, backend: str) ->
 COMPARISONS = (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("value", [0.7, 0.3, 1 / 3, 0.0])
 def test_scalars_are_compared_as_a_tensor_is(dtype: torch.dtype, value: float) -> None:
@@ -102,10 +102,9 @@ def test_scalars_are_compared_as_a_tensor_is(dtype: torch.dtype, value: float) -
                 assert torch.equal(compare(other, drawn), compare(other, tensor)), (compare, other)
 
 
-class ComparesScalars(nn.Module):
+class ComparesScalars(Parts):
     def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
+        super().__init__(layer=nn.Linear(3, 3))
         self.register_buffer("p", torch.tensor(0.6))
         self.register_buffer("wide", torch.tensor(0.4, dtype=torch.float64))
 
@@ -122,7 +121,6 @@ class ComparesScalars(nn.Module):
         return self.layer(x) * sum(2.0**i * answer for i, answer in enumerate(answers))
 
 
-@pytest.mark.slow
 def test_answers_of_comparisons_with_tensors_are_those_of_one_device() -> None:
     torch.manual_seed(0)
     target, batches = torch.zeros(5, 3), [torch.rand(5, 3) for _ in range(5)]
@@ -134,6 +132,7 @@ def test_answers_of_comparisons_with_tensors_are_those_of_one_device() -> None:
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     "asked",
     [lambda: torch.rand([]), lambda: ~(torch.rand([]) < 0.5), lambda: (torch.rand(1) < 0.9) == (torch.rand(1) < 0.9)],
@@ -145,6 +144,7 @@ def test_a_scalar_that_does_more_than_decide_is_no_number(asked: Callable[[], An
         step(torch.ones(4, 3), target=torch.zeros(4, 3))
 
 
+@pytest.mark.fast
 def test_a_scalar_that_decides_is_a_tensor() -> None:
     def does(y: torch.Tensor) -> torch.Tensor:
         drawn = torch.rand(())
@@ -162,7 +162,6 @@ def test_a_scalar_that_decides_is_a_tensor() -> None:
         assert step(torch.ones(4, 3), target=torch.zeros(4, 3)).item() == pytest.approx(expected)
 
 
-@pytest.mark.slow
 def test_a_step_that_fails_leaves_the_generators_as_they_were() -> None:
     model = LeavesOutLayers()
     with compiled(model) as step:
@@ -177,7 +176,6 @@ def test_a_step_that_fails_leaves_the_generators_as_they_were() -> None:
                 assert states() == before
 
 
-@pytest.mark.slow
 def test_draws_that_cannot_be_the_same_for_all_replicas_are_refused() -> None:
     cases: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         r"(?s)MC2303: .*because dropout\(\) takes it as a number that does not change\n  fix:  torch\.rand": lambda y: (
@@ -189,9 +187,285 @@ def test_draws_that_cannot_be_the_same_for_all_replicas_are_refused() -> None:
     }
     for text, does in cases.items():
         model, before = Does(does), states()
-        with (
-            compiled(model) as step,
-            pytest.raises(CaptureError, match=text),
-        ):
+        with compiled(model) as step, pytest.raises(CaptureError, match=text):
             step(torch.ones(5, 3), target=torch.zeros(5, 3))
         assert states() == before
+
+
+# A step with a list of optimizers does what a step of each does, in their order.
+
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+ADAM = partial(torch.optim.Adam, lr=0.02)
+ADAMW = partial(torch.optim.AdamW, lr=0.02)
+ADADELTA = partial(torch.optim.Adadelta, lr=0.5)  # not element by element, as far as mirrorc knows
+SMALL = {"buckets": ByBytes(1e-4, 1e-4)}
+UNSHARED = {"disable": ["share-parameters"]}
+
+Makes = Sequence[Callable[..., torch.optim.Optimizer]]
+
+
+class Several(list[torch.optim.Optimizer]):
+    def step(self) -> None:
+        for optimizer in self:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self:
+            optimizer.zero_grad()
+
+
+class Pair(Twins):
+    def __init__(self, makes: Makes, num_devices: int, **options: Any) -> None:
+        def make(net: nn.Module) -> Any:
+            return Several([make(own) for make, own in zip(makes, self.parts(net), strict=True)])
+
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+        super().__init__(net, make, F.mse_loss, num_devices, select=lambda model: model, **options)
+
+    @staticmethod
+    def parts(net: nn.Module) -> list[list[nn.Parameter]]:
+        named = dict(net.named_parameters())
+        return [[p for name, p in named.items() if kind in name] for kind in ("weight", "bias")]
+
+    @staticmethod
+    def batch(num_examples: int = 5) -> dict[str, torch.Tensor]:
+        torch.manual_seed(num_examples)
+        return {"input": torch.randn(num_examples, 5).double(), "target": torch.randn(num_examples, 3).double()}
+
+    def train(self, num_examples: int = 6, clip: Callable[[], Any] = lambda: None) -> None:
+        batch = self.batch(num_examples)
+        loss, expected = self.step(**batch), self.backward(**batch)
+        clip()
+        self.update()
+        self.twin.zero_grad()  # also of what no optimizer holds
+        torch.testing.assert_close(loss, expected)
+        self.compare()
+
+    def compare(self) -> None:
+        assert_same_parameters(self.model, self.twin, 1e-7)
+        for own, other in zip(self.optimizer, self.twin_optimizer, strict=True):
+            assert_same_state(own, other, 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("makes", "num_devices", "options"),
+    [
+        ((torch.optim.Muon, ADAMW), 3, UNSHARED), ((ADAMW, ADADELTA), 4, SMALL),
+        *slow(
+            ((SGD, ADAM), 1, {}), ((ADAMW, ADAMW), 4, {}), ((torch.optim.Muon, ADAMW), 2, {"microbatches": 2}),
+            ((ADAM, ADADELTA), 2, {"link": "copy"} | UNSHARED), ((torch.optim.Muon, ADAMW), 2, {"backend": "inductor"}),
+            ((ADADELTA, SGD), 3, {"exact_order": True}),
+        ),
+        *exhaustive(
+            ((SGD, ADAM), 3, SMALL), ((SGD, ADAM), 2, {}), ((torch.optim.Muon, ADADELTA), 2, {}),
+            ((ADAMW, ADADELTA), 1, {}), ((torch.optim.Muon, ADAMW), 4, SMALL), ((SGD, ADAM), 2, UNSHARED | SMALL),
+        ),
+    ],
+)  # fmt: skip
+def test_a_step_is_one_of_each(makes: Makes, num_devices: int, options: dict[str, Any]) -> None:
+    with (pair := Pair(makes, num_devices, **options)).step:
+        schedulers = [
+            [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in own] for own in (pair.optimizer, pair.twin_optimizer)
+        ]
+        for num_examples in (7, 2, 7):
+            pair.train(num_examples)
+            for own in schedulers:
+                own[1].step()
+
+
+def load(net: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    file = io.BytesIO()
+    torch.save(optimizers[0].state_dict(), file)
+    state = torch.load(io.BytesIO(file.getvalue()))
+    state["param_groups"][0]["lr"] *= 2
+    optimizers[0].load_state_dict(state)
+
+
+def freeze(net: Any, optimizers: list[torch.optim.Optimizer]) -> None:
+    net[2].bias.requires_grad_(not net[2].bias.requires_grad)
+
+
+def own_step(which: int, net: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    net.requires_grad_(True)
+    batch = Pair.batch()
+    F.mse_loss(net(batch["input"]), batch["target"]).backward()
+    optimizers[which].step()
+    net.zero_grad()
+
+
+def clear(net: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    optimizers[1].state.clear()
+
+
+@pytest.mark.parametrize(
+    "makes", [(torch.optim.Muon, ADAMW), *slow(((SGD, ADAM),), ((ADAMW, ADADELTA),))], ids=["muon", "flat", "mixed"]
+)
+def test_what_the_user_does_to_one_of_them_is_seen(makes: Makes) -> None:
+    with (pair := Pair(makes, 2)).step:
+        for change in (load, freeze, partial(own_step, 0), partial(own_step, 1), clear, load, freeze):
+            pair.train()
+            pair.on_both(change)
+        pair.train(3)
+
+
+def test_groups_that_are_added_keep_the_numbers_of_others() -> None:
+    def leave_out(net: Any, optimizers: list[torch.optim.Optimizer]) -> None:
+        optimizers[0].param_groups[0]["params"].pop()
+
+    def add(net: Any, optimizers: list[torch.optim.Optimizer]) -> None:
+        optimizers[0].add_param_group({"params": [net[2].weight], "lr": 0.3})
+
+    with (pair := Pair((SGD, ADAM), 3)).step as step:
+        pair.on_both(leave_out)
+        for _ in range(2):
+            pair.train()
+            assert {bucket.rule.label for bucket in step.programs[-1].buckets} == {"SGD group 0", "Adam group 1"}
+        pair.on_both(add)
+        for _ in range(2):
+            pair.train()
+        assert {bucket.rule.label for bucket in step.programs[-1].buckets} == {
+            "SGD group 0",
+            "Adam group 1",
+            "SGD group 2",
+        }
+        assert "# optimizer SGD group 2: lr=0.3" in str(step.programs[-1])
+        step.memory()
+    with (pair := Pair((SGD, ADAM), 2, clip_grad_norm=(1.0, None))).step as step:
+        pair.on_both(leave_out)
+        step(torch.ones(2, 5).double(), target=torch.ones(2, 3).double())
+        pair.on_both(add)
+        with pytest.raises(ValueError, match=r"clip_grad_norm has 2 bounds, but the optimizers have 3 groups now"):
+            step(torch.ones(2, 5).double(), target=torch.ones(2, 3).double())
+
+
+@pytest.mark.parametrize(
+    ("makes", "num_devices", "options"),
+    [
+        ((torch.optim.Muon, ADAMW), 3, {}),
+        *slow(
+            ((ADAMW, ADADELTA), 4, {"scaler": True}),
+            ((SGD, ADAM), 2, {}), ((ADADELTA, SGD), 2, UNSHARED), ((torch.optim.Muon, ADADELTA), 3, {"scaler": True}),
+        ),
+    ],
+)  # fmt: skip
+def test_clipping_is_that_of_all_gradients_or_of_each_group(
+    makes: Makes, num_devices: int, options: dict[str, Any]
+) -> None:
+    """Also where shares of a small bucket are empty: such a replica counts no gradient that another one has whole."""
+    options = dict(options)
+    if options.pop("scaler", False):
+        options["scaler"] = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    with (pair := Pair(makes, num_devices, clip_grad_norm=0.05, **options)).step as step:
+        norms: list[Any] = []
+        for num_examples in (7, 3):
+            pair.train(num_examples, lambda: norms.append(nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.05)))
+            torch.testing.assert_close(step.grad_norm, norms[-1])
+    options.pop("scaler", None)
+    bounds = (0.02, ClipGradNorm(0.01, 1))
+    with (pair := Pair(makes, num_devices, clip_grad_norm=bounds, **options)).step as step:
+
+        def clip() -> None:
+            first, second = Pair.parts(pair.twin)
+            norms[:] = nn.utils.clip_grad_norm_(first, 0.02), nn.utils.clip_grad_norm_(second, 0.01, 1)
+
+        pair.train(7, clip)
+        torch.testing.assert_close(step.grad_norm, tuple(norms))
+
+
+@pytest.mark.parametrize("makes", [(torch.optim.Muon, ADAMW), (SGD, ADAM)], ids=["muon", "flat"])
+def test_a_step_that_is_not_finite_leaves_all_of_them_alone(makes: Makes) -> None:
+    bad, target = torch.full((4, 5), torch.inf).double(), torch.ones(4, 3).double()
+    with (pair := Pair(makes, 2, check_finite=True)).step as step:
+        pair.train()
+        with pytest.raises(NonFiniteError):
+            step(bad, target=target)
+        pair.compare()
+        pair.train()
+    with (pair := Pair(makes, 2, scaler=torch.amp.GradScaler("cpu", init_scale=2.0))).step as step:
+        pair.train()
+        step(bad, target=target)
+        assert step.num_skipped == 1
+        pair.compare()
+        pair.train()
+
+
+@pytest.mark.fast
+def test_hooks_of_one_see_what_they_see_in_a_loop() -> None:
+    """The gradients of all optimizers before the first steps, and the first one's new parameters before the second one steps."""
+    seen: dict[int, list[torch.Tensor]] = {}
+
+    def hook(net: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        def halve(*_: Any) -> None:
+            for parameter in net.parameters():
+                parameter.grad.mul_(0.5)
+
+        def note(*_: Any) -> None:
+            seen.setdefault(id(net), []).extend(p.detach().clone() for p in net.parameters())
+
+        optimizers[0].register_step_pre_hook(halve)
+        optimizers[1].register_step_pre_hook(note)
+
+    with (pair := Pair((SGD, ADAM), 2)).step as step:
+        pair.train()
+        pair.on_both(hook)
+        pair.train()
+        assert not any(bucket.rule.elementwise for bucket in step.programs[-1].buckets)
+        pair.train()
+    for own, other in zip(seen[id(pair.model)], seen[id(pair.twin)], strict=True):
+        torch.testing.assert_close(own, other)
+
+
+@pytest.mark.fast
+def test_each_keeps_its_state_in_its_own_object() -> None:
+    with (pair := Pair((torch.optim.Muon, ADAMW), 2)).step as step:
+        pair.train()
+        weights, biases = Pair.parts(pair.model)
+        assert [set(own.state) for own in pair.optimizer] == [set(weights), set(biases)]
+        assert set(pair.optimizer[0].state[weights[0]]) == {"momentum_buffer"}
+        text = str(step.programs[-1])
+        assert "Muon's own step, once for all replicas" in text and "AdamW group 1, this device's share of 2" in text
+        assert "# optimizer Muon group 0: lr=0.001" in text and "# optimizer AdamW group 1: lr=0.02" in text
+        assert "Muon runs by itself" in str(step.memory())
+
+
+def test_lists_that_are_no_several_optimizers_are_refused() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    first, both = SGD(net[0].parameters()), ADAM(net.parameters())
+    for given, kind, message in (
+        ([], ValueError, r"optimizer is an empty list\n  fix:  optimizer=torch.optim"),
+        ((), ValueError, r"optimizer is an empty tuple"),
+        (
+            [first, "adam"],
+            TypeError,
+            r"optimizer is a list whose item 1 is a str\n  fix:  optimizer=torch.optim.AdamW\(model.par",
+        ),
+        (
+            [first, first],
+            ValueError,
+            r"optimizer\[0\] and optimizer\[1\] are the same SGD, which steps once\n  fix:  optimizer=\[first, second\]",
+        ),
+        (
+            [first, both],
+            ValueError,
+            r"parameter '0.weight' is in optimizer\[0\] and in optimizer\[1\]\n  why:  SGD and Adam of one step",
+        ),
+        (
+            [first, SGD(nn.Linear(1, 1).parameters())],
+            ValueError,
+            r"optimizer\[1\]'s parameter 0 of group 0, \[1, 1\], is none",
+        ),
+        ({"a": first}, TypeError, r"optimizer is a dict\n  fix:  optimizer=torch.optim.AdamW.*, or a list of several"),
+    ):
+        with pytest.raises(kind, match=message):
+            mirrorc.compile(net, 2, optimizer=given, loss_fn=F.mse_loss)
+    with compiled_step(net, F.mse_loss, optimizer=[both]) as step:
+        step(torch.ones(2, 2), target=torch.ones(2, 2))
+        assert "# optimizer Adam group 0" in str(step.programs[-1])
+    second = ADAM([net[1].weight])
+    with compiled_step(net, F.mse_loss, optimizer=[first, second]) as step:
+        step(torch.ones(2, 2), target=torch.ones(2, 2))
+        second.add_param_group({"params": [net[0].bias]})
+        with pytest.raises(ValueError, match=r"parameter '0.bias' is in optimizer\[0\]"):
+            step(torch.ones(2, 2), target=torch.ones(2, 2))

@@ -1,13 +1,12 @@
 """Models and losses that ask all replicas for values train as one device does on the whole batch."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from references import unchanged
+from small_modules import Parts, module_of
 from torch import nn
 from torch.nn import functional as F
 from twins import Twins, compiled_step
@@ -20,10 +19,9 @@ momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 NUM_DEVICES = [pytest.param(n, marks=[pytest.mark.slow] if n in (1, 2, 4) else []) for n in (1, 2, 3, 4)]
 
 
-class Normalized(nn.Module):
+class Normalized(Parts):
     def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(5, 6), nn.Linear(6, 3)
+        super().__init__(first=nn.Linear(5, 6), last=nn.Linear(6, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.first(x)
@@ -51,19 +49,9 @@ def check(model: nn.Module, loss_fn: Any, num_devices: int = 3, sizes: tuple[int
         torch.testing.assert_close(pair.model.state_dict(), pair.twin.state_dict(), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", NUM_DEVICES)
 def test_values_of_the_whole_batch_train_as_on_one_device(num_devices: int) -> None:
     check(Normalized(), coupled_loss, num_devices)
-
-
-class Paired(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(5, 6), nn.Linear(5, 6)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return F.normalize(self.one(x), dim=1), F.normalize(self.other(x.flip(1)), dim=1)
 
 
 def contrastive_loss(outputs: tuple[torch.Tensor, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
@@ -83,11 +71,18 @@ def labelled_loss(outputs: tuple[torch.Tensor, torch.Tensor], target: torch.Tens
     return F.cross_entropy(one @ mirrorc.all_gather(torch.cat([other, other], 1)).chunk(2, 1)[0].T / 0.1, labels)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("loss", [contrastive_loss, labelled_loss])
 @pytest.mark.parametrize("num_devices", NUM_DEVICES)
 def test_contrastive_losses_over_the_whole_batch(num_devices: int, loss: Any) -> None:
-    check(Paired(), loss, num_devices)
+    check(
+        module_of(
+            lambda self, x: (F.normalize(self.one(x), dim=1), F.normalize(self.other(x.flip(1)), dim=1)),
+            one=nn.Linear(5, 6),
+            other=nn.Linear(5, 6),
+        ),
+        loss,
+        num_devices,
+    )
 
 
 class Convolutions(nn.Module):
@@ -102,7 +97,6 @@ class Convolutions(nn.Module):
         return self.again(self.last(torch.tanh(self.norm(self.first(x[:, None]))).flatten(1)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("capture", ["dynamo", "autograd"])
 @pytest.mark.parametrize("options", [{}, {"affine": False, "momentum": None}])
 @pytest.mark.parametrize("num_devices", NUM_DEVICES)
@@ -119,14 +113,12 @@ def reduced_loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return total / count
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_options_of_a_step_mean_the_same(backend: str) -> None:
     options = {"backend": backend, "clip_grad_norm": 0.5, "buckets": ByBytes(1e-4, 1e-5)}
     check(nn.Sequential(Normalized(), nn.SyncBatchNorm(3)), reduced_loss, sizes=(7, 7), **options)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("capture", ["dynamo", "autograd"])
 def test_evaluations_and_calls_that_accumulate(capture: str) -> None:
     torch.manual_seed(0)
@@ -143,13 +135,8 @@ def test_evaluations_and_calls_that_accumulate(capture: str) -> None:
         pair.check()
 
 
-@pytest.mark.slow
 def test_numbers_of_replicas() -> None:
-    class Numbered(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(()).double())
-
+    class Numbered(Parts):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             number = mirrorc.replica_id().expand(len(x), 1)
             return self.weight * x, number, mirrorc.all_gather(number) + 10 * mirrorc.num_replicas()
@@ -157,7 +144,7 @@ def test_numbers_of_replicas() -> None:
     def first(outputs: Any, target: torch.Tensor) -> torch.Tensor:
         return F.mse_loss(outputs[0], target)
 
-    model = Numbered()
+    model = Numbered(weight=nn.Parameter(torch.ones(()).double()))
     assert [part.tolist() for part in model(torch.ones(2, 1))[1:]] == [[[0], [0]], [[10], [10]]], "alone, there is one"
     x = torch.randn(5, 1).double()
     with compiled_step(model, first, 3, return_outputs=True) as step:
@@ -169,6 +156,7 @@ def test_numbers_of_replicas() -> None:
         assert [own.flatten().tolist() for own in every.values] == [[20, 21]] * 2
 
 
+@pytest.mark.fast
 def test_a_replica_that_fails_wakes_those_that_wait_for_it() -> None:
     class Checked(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -186,7 +174,6 @@ def test_a_replica_that_fails_wakes_those_that_wait_for_it() -> None:
         assert step(x, target=x[:, :3]).item() == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.slow
 def test_one_value_per_channel_has_no_statistics() -> None:
     model, x = nn.Sequential(nn.Linear(5, 3), nn.SyncBatchNorm(3)).double(), torch.randn(2, 5).double()
     with compiled_step(model, F.mse_loss) as step:
@@ -198,7 +185,6 @@ def test_one_value_per_channel_has_no_statistics() -> None:
         assert step(x[:1], target=x[:1, :3]).item() == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.slow
 def test_statistics_are_the_same_on_all_replicas() -> None:
     model, x = nn.Sequential(nn.Linear(5, 3), nn.SyncBatchNorm(3)).double(), torch.randn(7, 5).double()
     with compiled_step(model, F.mse_loss, 3) as step:
@@ -219,13 +205,11 @@ OTHERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", OTHERS, ids=str)
 def test_other_options_mean_the_same(options: dict[str, Any]) -> None:
     check(nn.Sequential(Normalized(), nn.SyncBatchNorm(3)), coupled_loss, sizes=(7, 2), **options)
 
 
-@pytest.mark.slow
 def test_scalers_and_autocast() -> None:
     model = nn.Sequential(nn.Linear(5, 6), nn.SyncBatchNorm(6), nn.Linear(6, 3))
     x, y = torch.randn(7, 5), torch.randn(7, 3)
@@ -238,12 +222,11 @@ def test_scalers_and_autocast() -> None:
         torch.testing.assert_close([*model.parameters()], [*pair.twin.parameters()], rtol=0.05, atol=0.02)
 
 
-class Centered(nn.Module):
+class Centered(Parts):
     """Takes the running mean of all batches from what it computes, as DINO does."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(5, 3).double()
+        super().__init__(layer=nn.Linear(5, 3).double())
         self.register_buffer("center", torch.zeros(3, dtype=torch.float64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -254,6 +237,7 @@ class Centered(nn.Module):
         return shifted
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("num_devices", [2, 3])
 def test_a_replica_without_examples_takes_over_a_buffer_of_the_whole_batch(num_devices: int) -> None:
     torch.manual_seed(0)
@@ -262,13 +246,11 @@ def test_a_replica_without_examples_takes_over_a_buffer_of_the_whole_batch(num_d
             pair.train(torch.randn(size, 5, dtype=torch.float64), target=torch.randn(size, 3, dtype=torch.float64))
 
 
-class Annealed(nn.Module):
+class Annealed(Parts):
     """Has a weight and a factor that each call advances, whatever its examples are."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(5, 3).double()
-        self.momentum = 0.9
+        super().__init__(layer=nn.Linear(5, 3).double(), momentum=0.9)
         self.register_buffer("calls", torch.tensor(0))
         self.register_buffer("scale", torch.ones((), dtype=torch.float64))
 
@@ -278,6 +260,7 @@ class Annealed(nn.Module):
         return self.layer(x) * self.scale / self.calls
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("capture", ["dynamo", "autograd"])
 @pytest.mark.parametrize("num_devices", [2, 3])
 def test_a_replica_without_examples_counts_as_the_others_do(capture: str, num_devices: int) -> None:
@@ -289,6 +272,7 @@ def test_a_replica_without_examples_counts_as_the_others_do(capture: str, num_de
             pair.twin.momentum *= 0.9
 
 
+@pytest.mark.fast
 def test_a_replica_without_examples_keeps_statistics_of_its_own() -> None:
     """What replicas have in common they keep in common; statistics of examples differ after the first full batch."""
     torch.manual_seed(0)
@@ -302,21 +286,23 @@ def test_a_replica_without_examples_keeps_statistics_of_its_own() -> None:
         assert [int(count) for count in counts] == [2, 2], "all replicas had counted alike"
 
 
+@pytest.mark.fast
 def test_a_value_of_the_batch_and_a_parameter_need_no_region() -> None:
     """What is asked for may be an argument or a variable itself, and a result may be an output, the loss or a gradient."""
-
-    class Plain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(5).double())
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return mirrorc.all_gather(x).mean(0) * mirrorc.all_reduce(self.weight, "mean"), mirrorc.all_gather(x)
 
     def loss(outputs: Any, target: torch.Tensor) -> torch.Tensor:
         return (outputs[0] ** 2).sum()
 
-    model, x = Plain(), torch.randn(7, 5).double()
+    model, x = (
+        module_of(
+            lambda self, x: (
+                mirrorc.all_gather(x).mean(0) * mirrorc.all_reduce(self.weight, "mean"),
+                mirrorc.all_gather(x),
+            ),
+            weight=nn.Parameter(torch.ones(5).double()),
+        ),
+        torch.randn(7, 5).double(),
+    )
     with compiled_step(model, loss, 3, return_outputs=True) as step:
         found, outputs = step(x, target=x)
     mean = x.mean(0)

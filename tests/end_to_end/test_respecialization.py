@@ -1,7 +1,5 @@
 """One step holds several programs over the same variables, and notices what would make one of them untrue."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import math
@@ -18,9 +16,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from references import assert_same_model, train_on_one_device, unchanged
+from selections import slow_but
+from small_modules import Parts, module_of
 from tiny_models import make_mlp, mlp_batch
 from torch import nn
-from twins import Twins, compiled_step, same_each_time
+from twins import Twins, compiled_step
+from twins import same_each_time as seeded
 
 import mirrorc
 from mirrorc import MirrorcError
@@ -31,21 +32,17 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 ADAM = partial(torch.optim.Adam, lr=0.1)
 
 
-class TwoHeads(nn.Module):
+class TwoHeads(Parts):
     def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Linear(4, 4)
-        self.a = nn.Linear(4, 1)
-        self.b = nn.Linear(4, 1)
+        super().__init__(trunk=nn.Linear(4, 4), a=nn.Linear(4, 1), b=nn.Linear(4, 1))
 
     def forward(self, x: torch.Tensor, head: str) -> torch.Tensor:
         return (self.a if head == "a" else self.b)(torch.tanh(self.trunk(x)))
 
 
-class Scaled(nn.Module):
+class Scaled(Parts):
     def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 1)
+        super().__init__(layer=nn.Linear(2, 1))
         self.register_buffer("scale", torch.tensor(1.0))
         self.attribute: Any = 1
 
@@ -55,25 +52,34 @@ class Scaled(nn.Module):
         return (self.layer(x) * self.scale).mean() * factor * later
 
 
-seeded = same_each_time
-
-
 def regression_batch(seed: int, **more: Any) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     x, target = (torch.randn(8, n, generator=generator, dtype=torch.float64) for n in (4, 1))
     return {"x": x, "target": target, **more}
 
 
+def compiled(model: nn.Module, make_optimizer: Any = SGD, **options: Any) -> mirrorc.Step:
+    return compiled_step(model, optimizer=make_optimizer, **options)
+
+
+STILL = partial(SGD, lr=0.0)
+
+
 @contextmanager
-def compiled(model: nn.Module, make_optimizer: Any = SGD, **options: Any) -> Iterator[mirrorc.Step]:
-    with compiled_step(model, optimizer=make_optimizer, **options) as step:
-        yield step
+def warning_of_many() -> Iterator[list[str]]:
+    """The text of the one warning of many compilations, once the block has ended."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    (found,) = [warning for warning in caught if "compiled" in str(warning.message)]
+    assert found.filename == __file__, "the warning points at the user's line"
+    texts.append(str(found.message))
 
 
 # Programs that train different parameters
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("disabled", [(), ("share-parameters",)], ids=["shared", "mirrored"])
 @pytest.mark.parametrize("make_optimizer", [ADAM, partial(SGD, momentum=0.9)], ids=["adam", "momentum"])
 def test_two_heads_take_turns(make_optimizer: Any, disabled: tuple[str, ...]) -> None:
@@ -83,7 +89,6 @@ def test_two_heads_take_turns(make_optimizer: Any, disabled: tuple[str, ...]) ->
         pair.check()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("order", ["ab", "ba", "aab"])
 def test_a_head_without_a_step_has_no_state(order: str) -> None:
     """Until its own program has run, as on one device."""
@@ -93,7 +98,6 @@ def test_a_head_without_a_step_has_no_state(order: str) -> None:
             pair.check()
 
 
-@pytest.mark.slow
 def test_a_layer_that_is_frozen_for_a_while() -> None:
     model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))).double()
     with Twins(model, ADAM, F.mse_loss) as pair:
@@ -108,34 +112,19 @@ def test_a_layer_that_is_frozen_for_a_while() -> None:
 # What was replaced
 
 
-def replace_the_buffer(model: Scaled) -> None:
-    model.scale = torch.tensor(100.0)
+REPLACED: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "buffer": ("scale", lambda model: setattr(model, "scale", torch.tensor(100.0))),
+    "module": ("layer", lambda model: setattr(model, "layer", nn.Linear(2, 1))),
+    "parameter": ("weight", lambda model: setattr(model.layer, "weight", nn.Parameter(torch.ones(1, 2)))),
+    "module of another class": ("layer", lambda model: setattr(model, "layer", nn.Sequential(nn.Linear(2, 1)))),
+}
 
 
-def replace_the_layer(model: Scaled) -> None:
-    model.layer = nn.Linear(2, 1)
-
-
-def replace_the_parameter(model: Scaled) -> None:
-    model.layer.weight = nn.Parameter(torch.ones(1, 2))
-
-
-def replace_the_layers_class(model: Scaled) -> None:
-    model.layer = nn.Sequential(nn.Linear(2, 1))
-
-
-@pytest.mark.parametrize(
-    ("replace", "name"),
-    [
-        (replace_the_buffer, "scale"),
-        (replace_the_layer, "layer"),
-        (replace_the_parameter, "weight"),
-        (replace_the_layers_class, "layer"),
-    ],
-    ids=["buffer", "module", "parameter", "module-of-another-class"],
-)
+@pytest.mark.fast
+@pytest.mark.parametrize("what", REPLACED)
 @pytest.mark.parametrize("after_a_call", [True, False])
-def test_what_is_replaced_is_refused(replace: Callable[[Scaled], None], name: str, after_a_call: bool) -> None:
+def test_what_is_replaced_is_refused(what: str, after_a_call: bool) -> None:
+    name, replace = REPLACED[what]
     model = seeded(Scaled)
     x = torch.ones(4, 2)
     with compiled(model) as step:
@@ -150,10 +139,9 @@ def test_what_is_replaced_is_refused(replace: Callable[[Scaled], None], name: st
 # What was added
 
 
-class Growing(nn.Module):
+class Growing(Parts):
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(2, 2)])
+        super().__init__(layers=nn.ModuleList([nn.Linear(2, 2)]))
         self.extra: nn.Module | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -164,7 +152,6 @@ class Growing(nn.Module):
         return (x * getattr(self, "scale", 1.0)).mean()
 
 
-@pytest.mark.slow
 def test_what_is_added_is_refused_by_name_if_it_is_read() -> None:
     added: list[tuple[str, Callable[[Any], object]]] = [
         ("parameter 'layers.1.weight'", lambda model: model.layers.append(nn.Linear(2, 2))),
@@ -187,7 +174,6 @@ def test_what_is_added_is_refused_by_name_if_it_is_read() -> None:
                 assert "new optimizer over model.parameters()" in str(why.value)
 
 
-@pytest.mark.slow
 def test_what_is_added_without_a_new_variable_is_obeyed() -> None:
     added: list[Callable[[Any], object]] = [
         lambda model: model.layers.append(model.layers[0]),
@@ -207,7 +193,6 @@ def test_what_is_added_without_a_new_variable_is_obeyed() -> None:
             assert [name for name in pair.step.variables if name.startswith("layers.0")]
 
 
-@pytest.mark.slow
 def test_what_was_added_may_change_again() -> None:
     def negative(model: Any) -> None:
         model.extra.slope = -0.0
@@ -261,6 +246,7 @@ def _of_accumulation(weight: Any) -> Any:
     return _HELD[0]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("register", HOOKS, ids=["tensor", "post-accumulate", "node", "before-node"])
 def test_a_hook_on_a_gradient_is_refused(register: Any) -> None:
     model = make_mlp()
@@ -272,7 +258,6 @@ def test_a_hook_on_a_gradient_is_refused(register: Any) -> None:
         step(**mlp_batch(4))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("register", HOOKS, ids=["tensor", "post-accumulate", "node", "before-node"])
 def test_a_hook_on_a_gradient_that_comes_later_is_refused(register: Any) -> None:
     model = make_mlp()
@@ -285,7 +270,6 @@ def test_a_hook_on_a_gradient_that_comes_later_is_refused(register: Any) -> None
         step(**mlp_batch(4))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
 def test_a_step_hook_that_comes_later_is_not_ignored(register: str) -> None:
     model = make_mlp()
@@ -302,11 +286,10 @@ def test_a_step_hook_that_comes_later_is_not_ignored(register: str) -> None:
             assert len(called) == 1
 
 
-@pytest.mark.slow
 def test_a_forward_hook_that_comes_later_is_not_ignored() -> None:
     model = seeded(Scaled)
     x = torch.ones(4, 2)
-    with compiled(model, partial(SGD, lr=0.0)) as step:
+    with compiled(model, STILL) as step:
         plain = step(x).item()
         handle = model.layer.register_forward_hook(lambda module, arguments, output: output * 100)
         assert step(x).item() == pytest.approx(100 * plain)
@@ -317,11 +300,10 @@ def test_a_forward_hook_that_comes_later_is_not_ignored() -> None:
 # Plain state that a graph is specialized on
 
 
-@pytest.mark.slow
 def test_attributes_respecialize() -> None:
     model = seeded(Scaled)
     x = torch.ones(4, 2)
-    with compiled(model, partial(SGD, lr=0.0)) as step:
+    with compiled(model, STILL) as step:
 
         def check() -> None:
             assert step(x).item() == pytest.approx(model(x).item())
@@ -334,12 +316,10 @@ def test_attributes_respecialize() -> None:
         check()
 
 
-@pytest.mark.slow
 def test_an_attribute_may_become_anything() -> None:
-    class Weighted(nn.Module):
+    class Weighted(Parts):
         def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.weights = nn.Linear(2, 1), None
+            super().__init__(layer=nn.Linear(2, 1), weights=None)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             weights: Any = self.weights
@@ -355,79 +335,41 @@ def test_an_attribute_may_become_anything() -> None:
 
     model = seeded(Weighted)
     some = [torch.tensor([2.0, 3.0]), np.ones(3), [4.0], {"all": 5.0}, SimpleNamespace(all=6.0), -0.0, None, True]
-    with compiled(model, partial(SGD, lr=0.0)) as step:
+    with compiled(model, STILL) as step:
         for value in (None, *some, *reversed(some)):
             model.weights = value
             assert step(torch.ones(4, 2)).item() == pytest.approx(model(torch.ones(4, 2)).item()), repr(value)
 
 
-class AsksForTheDefaultDtype(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.weight * x).mean() * (2 if torch.get_default_dtype() is torch.float64 else 1)
+DEFAULTS: dict[str, tuple[Callable[[], Any], Callable[[Any], None], tuple[Any, Any]]] = {
+    "dtype": (torch.get_default_dtype, torch.set_default_dtype, (torch.float32, torch.float64)),
+    "determinism": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, (False, True)),
+}
 
 
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+@pytest.mark.fast
+@pytest.mark.parametrize("name", slow_but(["determinism"], DEFAULTS))
+def test_another_default_respecializes(name: str) -> None:
+    get, set_default, (first, second) = DEFAULTS[name]
+    before = get()
+    model = module_of(
+        lambda self, x: (self.weight * x + torch.ones(3)).mean() * (2 if get() == second else 1),
+        weight=nn.Parameter(torch.ones((), dtype=torch.float32)),
+    )
     try:
-        yield
+        with compiled(model, STILL) as step:
+            for value in (first, second, first):
+                set_default(value)
+                loss = step(torch.ones(4, 3, dtype=torch.float32))
+                assert loss.item() == (4.0 if value == second else 2.0)
+                assert loss.dtype is torch.get_default_dtype(), "constants have it"
     finally:
-        torch.set_default_dtype(before)
-
-
-@pytest.mark.slow
-def test_another_default_dtype_respecializes() -> None:
-    with compiled(AsksForTheDefaultDtype(), partial(SGD, lr=0.0)) as step:
-        for dtype in (torch.float32, torch.float64, torch.float32):
-            with default_dtype(dtype):
-                assert step(torch.ones(4)).item() == (2.0 if dtype is torch.float64 else 1.0)
-
-
-@pytest.mark.slow
-def test_constants_have_the_default_dtype() -> None:
-    class AddsOnes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (self.weight * x + torch.ones(3)).mean()
-
-    with compiled(AddsOnes(), partial(SGD, lr=0.0)) as step:
-        for dtype in (torch.float32, torch.float64, torch.float32):
-            with default_dtype(dtype):
-                assert step(torch.ones(4, 3, dtype=torch.float32)).dtype is dtype
-
-
-def test_deterministic_algorithms_respecialize() -> None:
-    class AsksForDeterminism(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(()))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            factor = 2 if torch.are_deterministic_algorithms_enabled() else 1
-            return (self.weight * x).mean() * factor
-
-    before = torch.are_deterministic_algorithms_enabled()
-    with compiled(AsksForDeterminism(), partial(SGD, lr=0.0)) as step:
-        try:
-            for enabled in (False, True, False):
-                torch.use_deterministic_algorithms(enabled)
-                assert step(torch.ones(4)).item() == (2.0 if enabled else 1.0)
-        finally:
-            torch.use_deterministic_algorithms(before)
+        set_default(before)
 
 
 # Dtypes of variables
 
 
-@pytest.mark.slow
 def test_another_dtype_of_the_model_is_not_taken_back() -> None:
     model = seeded(lambda: nn.Linear(2, 1))
 
@@ -452,68 +394,49 @@ def test_another_dtype_of_the_model_is_not_taken_back() -> None:
 # Many programs
 
 
-class TakesANumber(nn.Module):
+class TakesANumber(Parts):
     def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 1)
+        super().__init__(layer=nn.Linear(2, 1))
 
     def forward(self, x: torch.Tensor, temperature: float) -> torch.Tensor:
         return F.leaky_relu(self.layer(x), temperature).mean()
 
 
-@pytest.mark.slow
 def test_many_programs_warn_once() -> None:
-    with compiled(TakesANumber()) as step, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warning_of_many() as texts, compiled(TakesANumber()) as step:
         for i in range(12):
             step(torch.ones(4, 2), temperature=1.0 + i)
-    (found,) = [warning for warning in caught if "compiled" in str(warning.message)]
-    message = str(found.message)
-    assert found.filename == __file__, "the warning points at the user's line"
-    assert (
-        "each new value of 'temperature' (1.0, 2.0, 3.0, ...) is compiled anew (temperature: leaky_relu() takes it"
-        in message
-    )
-    assert "shape of" not in message and "mirrorc.replicated" in message and "dynamic=" not in message
+    said = "each new value of 'temperature' (1.0, 2.0, 3.0, ...) is compiled anew (temperature: leaky_relu() takes it"
+    assert said in texts[0] and "mirrorc.replicated" in texts[0]
+    assert "shape of" not in texts[0] and "dynamic=" not in texts[0]
 
 
-@pytest.mark.slow
 def test_the_warning_names_every_argument_that_keeps_changing() -> None:
-    model = seeded(TwoHeads)
     loss_fn: Any = lambda output, target: (output - target["y"]).square().mean()  # noqa: E731
-    with compiled(model, loss_fn=loss_fn, dynamic=False) as step, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warning_of_many() as texts, compiled(seeded(TwoHeads), loss_fn=loss_fn, dynamic=False) as step:
         for i in range(8):
             x = torch.ones(4 + 2 * (i % 3), 4)
             step(x, head=f"head {i}", target={"y": torch.zeros(len(x), 1)})
-    (found,) = [warning for warning in caught if "compiled" in str(warning.message)]
-    message = str(found.message)
-    assert "the shape of 'x' ([2, 4], [3, 4], [4, 4])" in message and "'head' ('head 0', 'head 1', " in message
-    assert "'target.y' ([2, 1], [3, 1], [4, 1])" in message
-    assert "pad batches to few shapes, or leave Compiler(dynamic=) out" in message
+    assert "the shape of 'x' ([2, 4], [3, 4], [4, 4])" in texts[0] and "'head' ('head 0', 'head 1', " in texts[0]
+    assert "'target.y' ([2, 1], [3, 1], [4, 1])" in texts[0]
+    assert "pad batches to few shapes, or leave Compiler(dynamic=) out" in texts[0]
 
 
-@pytest.mark.slow
 def test_the_warning_names_attributes_that_keep_changing_and_what_to_do() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0))
-    with compiled(model, loss_fn=F.mse_loss) as step, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warning_of_many() as texts, compiled(model, loss_fn=F.mse_loss) as step:
         for i in range(8):
             model.global_step, model[1].p, model.name = i, 0.125 * i, "fixed"
             step(torch.ones(4, 2), target=torch.zeros(4, 2))
-    (found,) = [warning for warning in caught if "compiled" in str(warning.message)]
-    message = str(found.message)
-    assert "the model's 'global_step' (0, 1, 2, ...) and the model's '1.p' (0.0, 0.125, 0.25, ...)" in message
-    assert "outside of the model" in message and "fixed" not in message and "training" not in message
+    assert "the model's 'global_step' (0, 1, 2, ...) and the model's '1.p' (0.0, 0.125, 0.25, ...)" in texts[0]
+    assert "outside of the model" in texts[0] and "fixed" not in texts[0] and "training" not in texts[0]
 
 
-@pytest.mark.slow
 def test_the_warning_about_settings_of_torch_says_what_to_do() -> None:
     settings = itertools.product(("highest", "high"), (False, True), (None, torch.bfloat16, torch.float16))
     before, model = torch.get_float32_matmul_precision(), seeded(lambda: nn.Linear(2, 2))
     try:
-        with compiled(model, loss_fn=F.mse_loss) as step, warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warning_of_many() as texts, compiled(model, loss_fn=F.mse_loss) as step:
             for precision, is_deterministic, dtype in itertools.islice(settings, 8):
                 torch.set_float32_matmul_precision(precision)
                 torch.use_deterministic_algorithms(is_deterministic)
@@ -522,15 +445,10 @@ def test_the_warning_about_settings_of_torch_says_what_to_do() -> None:
     finally:
         torch.set_float32_matmul_precision(before)
         torch.use_deterministic_algorithms(False)
-    (found,) = [warning for warning in caught if "compiled 8 times" in str(warning.message)]
-    message = str(found.message)
-    assert (
-        "each new value of torch's modes is compiled anew" in message and "under the same settings of torch" in message
-    )
-    assert "mirrorc.replicated" not in message
+    assert "each new value of torch's modes is compiled anew" in texts[0] and "mirrorc.replicated" not in texts[0]
+    assert "under the same settings of torch" in texts[0]
 
 
-@pytest.mark.slow
 def test_a_step_keeps_the_programs_that_were_used_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program_cache, "MOST_SPECIALIZATIONS", 2)
     model = seeded(TakesANumber).double()
@@ -549,7 +467,6 @@ def test_a_step_keeps_the_programs_that_were_used_last(monkeypatch: pytest.Monke
     assert_same_model(model, single.model, TOLERANCE)
 
 
-@pytest.mark.slow
 def test_a_few_programs_do_not_warn() -> None:
     with compiled(TakesANumber()) as step, warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -557,7 +474,6 @@ def test_a_few_programs_do_not_warn() -> None:
             step(torch.ones(4, 2), temperature=float(i % 2))
 
 
-@pytest.mark.slow
 def test_what_is_replaced_by_loading_is_named() -> None:
     model = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
     with compiled(model, loss_fn=F.mse_loss) as step:

@@ -1,23 +1,24 @@
 """Rows of tables that one device has updated and sends: every device has the bits that the whole table gives it."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from references import train_by_several
+from references import assert_same_training, train_by_several, train_mirrored, train_on_one_device
 from separate_memories import separate_memories
+from small_modules import module_of
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from twins import compiled_step, same_each_time
+from twins import batches_of, compiled_step, same_each_time
 
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import calls_to
+from mirrorc.ir.nodes import bucket_of, calls_to
+from mirrorc.ir.program import Program
 from mirrorc.packing import EqualPacks
 from mirrorc.step import Step
 
@@ -79,10 +80,7 @@ def copies_of(step: Step, name: str) -> tuple[torch.Tensor, ...]:
 def trained(make: Maker, devices: int, **options: Any) -> tuple[Lookups, list[dict[str, Any]], int]:
     model = seeded()
     optimizers = make(model)
-    with (
-        warnings.catch_warnings(),
-        compiled_step(model, F.mse_loss, devices, optimizer=optimizers, **options) as step,
-    ):
+    with warnings.catch_warnings(), compiled_step(model, F.mse_loss, devices, optimizer=optimizers, **options) as step:
         warnings.simplefilter("ignore", UserWarning)
         for x, y in batches():
             step(x, target=y)
@@ -121,11 +119,7 @@ ROWS_OF = {"SparseAdam": 2, "SGD": 2, "momentum": 0, "Adagrad": 2, "two": 2}
 """Of how many tables each other device writes rows."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [(devices, name) for devices in (2, 3, 4) for name in MAKERS],
-)
+@pytest.mark.parametrize("case", [(devices, name) for devices in (2, 3, 4) for name in MAKERS])
 def test_rows_give_each_device_the_bits_that_the_whole_table_gives_it(case: tuple[int, str]) -> None:
     devices, name = case
     model, states, count = trained(MAKERS[name], devices, **COPIES)
@@ -149,7 +143,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", list(OPTIONS))
 def test_rows_go_with_all_that_gradients_go_through(name: str) -> None:
     options = {key: value() if callable(value) else value for key, value in OPTIONS[name].items()}
@@ -160,7 +153,6 @@ def test_rows_go_with_all_that_gradients_go_through(name: str) -> None:
     assert_same([model.state_dict(), states], [other.state_dict(), others])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["mirrored", "least-loaded"])
 def test_devices_with_memories_of_their_own_get_rows(monkeypatch: pytest.MonkeyPatch, placement: str) -> None:
     separate_memories(monkeypatch)
@@ -183,7 +175,6 @@ def compiled(optimizer: torch.optim.Optimizer, model: nn.Module, **options: Any)
     return compiled_step(model, F.mse_loss, optimizer=optimizer, **COPIES, **options)
 
 
-@pytest.mark.slow
 def test_what_changes_the_rows_that_a_step_writes_is_seen_between_steps() -> None:
     """Momentum writes rows of earlier steps, and a hook any row: the copies are equal after each step, with and without."""
     model, y = Table(), torch.ones(2, 2)
@@ -220,6 +211,7 @@ def test_what_changes_the_rows_that_a_step_writes_is_seen_between_steps() -> Non
     assert written == [2, 2, 4, 1, 100, 2, 100, 2]
 
 
+@pytest.mark.fast
 def test_a_hook_of_one_of_several_optimizers_has_all_tables_sent() -> None:
     model = seeded()
     optimizers = MAKERS["two"](model)
@@ -236,7 +228,6 @@ def test_a_hook_of_one_of_several_optimizers_has_all_tables_sent() -> None:
         assert_copies_are_equal(step, model)
 
 
-@pytest.mark.slow
 def test_a_step_that_is_skipped_writes_no_rows() -> None:
     model, x = Table(), torch.tensor([1, 2])
     before = copy.deepcopy(model.state_dict())
@@ -251,6 +242,7 @@ def test_a_step_that_is_skipped_writes_no_rows() -> None:
     assert not torch.equal(model.table.weight, before["table.weight"])
 
 
+@pytest.mark.fast
 def test_rows_are_counted_where_bytes_are() -> None:
     """Four lookups on each device, 8 bytes each: at most 64 bytes, in place of 800."""
     model = Table()
@@ -265,7 +257,6 @@ def test_rows_are_counted_where_bytes_are() -> None:
     assert all(row.activations < 2048 for row in memory.rows)
 
 
-@pytest.mark.slow
 def test_where_rows_may_be_a_large_part_of_the_table_it_is_sent_whole() -> None:
     model = Table()
     with compiled(torch.optim.SGD(model.parameters(), lr=0.5), model) as step:
@@ -278,3 +269,147 @@ def test_where_rows_may_be_a_large_part_of_the_table_it_is_sent_whole() -> None:
         step(torch.arange(12), target=torch.ones(12, 2))
         assert count_stores(step) == 1
         assert_copies_are_equal(step, model)
+
+
+# Devices that do not read one memory gather the factors of gradients where that moves fewer bytes than whole buckets.
+
+
+APART = {"link": "copy", "disable": ["share-parameters"]}
+
+
+class Words(nn.Module):
+    def __init__(self, *, is_tied: bool = False) -> None:
+        super().__init__()
+        self.table = nn.Embedding(500, 300, padding_idx=3)
+        self.wide, self.head = nn.Linear(300, 450), nn.Linear(450, 3)
+        self.is_tied = is_tied
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        words = self.table(x).mean(1)
+        if self.is_tied:
+            words = words + 0.1 * torch.tanh(words @ self.table.weight.t()) @ self.table.weight
+        return self.head(torch.tanh(self.wide(words)))
+
+
+momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def seeded_factors(**options: Any) -> nn.Module:
+    return same_each_time(lambda: Words(**options).double())
+
+
+def batches_of_factors(sizes: Sequence[int] = (5, 2, 5)) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    words = [torch.randint(0, 9, (size, 3), generator=generator) for size in sizes]
+    return [{**batch, "x": x} for batch, x in zip(batches_of(*sizes, outputs=3), words, strict=True)]
+
+
+def prepared(devices: int = 2, model: nn.Module | None = None, **options: Any) -> Program:
+    model = model or seeded_factors()
+    with compiled_step(model, F.mse_loss, devices, **APART | options) as step:
+        return step.prepare(**batches_of_factors()[0])
+
+
+def gathered(program: Program) -> set[str]:
+    found = []
+    for module in program.device_graphs.values():
+        buckets = [program.buckets[bucket_of(node)] for node in calls_to(module.graph, ops.all_gather)]
+        found.append({slot.variable for bucket in buckets for slot in bucket.slots})
+    assert all(own == found[0] for own in found)
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("devices", "is_tied", "options"),
+    [
+        (2, False, {}),
+        (3, True, {"clip_grad_norm": 0.1}),
+        (3, False, {"microbatches": 2}),
+        (2, True, {"exchange": "factors"}),
+        (1, False, {}),
+    ],
+)
+def test_devices_train_as_one(devices: int, is_tied: bool, options: dict[str, Any]) -> None:
+    model, data = seeded_factors(is_tied=is_tied), batches_of_factors()
+    found = train_mirrored(model, momentum, data, devices, F.mse_loss, **options, **APART)
+    if "clip_grad_norm" not in options:
+        assert_same_training(found, train_on_one_device(model, momentum, data, F.mse_loss), 1e-12)
+    else:
+        whole = train_mirrored(model, momentum, data, 1, F.mse_loss, **options)
+        assert_same_training(found, whole, 1e-12)
+
+
+def test_what_moves_fewer_bytes_is_chosen_and_can_be_asked_for() -> None:
+    program = prepared()
+    assert gathered(program) == {"table.weight", "wide.weight"}
+    (remark,) = [text for remark in program.remarks if "how devices send gradients" in (text := str(remark))]
+    # the rows of 2 or 3 examples with 3 words each, and their indices, against a table of 500 x 300 numbers of 64 bits
+    assert "chosen by bytes alone" in remark
+    assert (
+        f"table.weight as factors ({3 * 3 * 301 * 8 / 1024:.1f} KiB against {500 * 300 * 8 / 2**20:.1f} MiB)" in remark
+    )
+    assert gathered(prepared(exchange="dense")) == set()
+    assert gathered(prepared(exchange="factors")) == {"table.weight", "wide.weight", "head.weight"}
+    assert gathered(prepared(exact_order=True)) == set()
+    assert gathered(prepared(model=seeded_factors(is_tied=True))) == {
+        "wide.weight"
+    }  # rows and a product are one dense gradient
+
+
+@pytest.mark.fast
+def test_devices_that_share_parameters_make_shares_instead() -> None:
+    assert gathered(prepared(disable=[])) == set()
+
+
+def test_owners_and_algorithms_get_whole_sums() -> None:
+    for options, expected in (
+        ({"placement": "mirrored"}, {"table.weight", "wide.weight"}),
+        ({"placement": "central"}, set()),
+        ({"placement": "mirrored", "algorithm": "ring"}, set()),
+        (
+            {"placement": "mirrored", "algorithm": "ring", "exchange": "factors"},
+            {"table.weight", "wide.weight", "head.weight"},
+        ),
+    ):
+        assert gathered(prepared(disable=[], **options)) == expected, options
+
+
+NOTHING = "devices share their parameters, and read gradients in the memory that they share, so nothing is sent"
+OWNED = "each gradient is added up whole, by the device that owns its variable"
+
+
+@pytest.mark.parametrize(
+    ("options", "dense", "factors"),
+    [
+        ({"devices": 1}, "one device sends no gradient", "one device sends no gradient"),
+        ({"disable": []}, NOTHING, NOTHING),
+        (
+            {"model": module_of(lambda self, x: self.table(x).mean(1), table=nn.Embedding(50, 3, sparse=True))},
+            "devices gather rows of table.weight for the optimizer",
+            "",
+        ),
+        ({"disable": [], "placement": "central"}, "", OWNED),
+        (
+            {"model": module_of(lambda self, x: x.double() + self.bias, bias=nn.Parameter(torch.zeros(3)))},
+            "",
+            "no gradient is a product, or rows of a table, that they could gather",
+        ),
+        ({"capture": "autograd"}, "", "no gradient is a product, or rows of a table, that they could gather"),
+        ({}, "", ""),
+    ],
+)
+def test_what_is_asked_for_and_has_no_effect_is_said(options: dict[str, Any], dense: str, factors: str) -> None:
+    for exchange, why in (("auto", ""), ("dense", dense), ("factors", factors)):
+        program = prepared(**{"model": seeded_factors(), **options}, exchange=exchange)
+        said = [text for one in program.remarks if "has no effect" in (text := one.text)]
+        assert said == ([f"exchange={exchange!r} has no effect: {why}"] if why else [])
+
+
+@pytest.mark.fast
+def test_factors_are_not_asked_for_where_the_pass_is_left_out() -> None:
+    for left_out in ({"exact_order": True}, {"disable": ["factor-gradients"]}):
+        with pytest.raises(
+            ValueError,
+            match=r"exchange='factors' cannot be used with this pipeline\n  why:  the pass 'factor-gradients'",
+        ):
+            prepared(exchange="factors", **left_out)

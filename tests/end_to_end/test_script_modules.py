@@ -1,7 +1,5 @@
 """Models that TorchScript runs, whole or in part: they train with capture="autograd", to which "auto" comes by itself."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from branching import SGD, TOLERANCE, batches
-from references import Trained, assert_same_bits, assert_same_training, train_step, unchanged
+from references import Trained, assert_same_bits, assert_same_training, refused, train_step
 from torch import nn
 from torch.nn import functional as F
 from twins import compiled_step
@@ -145,7 +143,6 @@ MAKE: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_devices", "backend"),
     [
@@ -162,7 +159,6 @@ def test_training_is_that_of_one_device(name: str, num_devices: int, backend: st
     assert_same_training(found, Trained(alone, optimizer, losses), TOLERANCE)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"microbatches": 2}, {"link": "copy", "buckets": 1e-4}])
 def test_masks_and_statistics_are_those_of_the_modules_of_python(options: dict[str, Any]) -> None:
     data = batches(7, 6, 7, 8)
@@ -171,7 +167,6 @@ def test_masks_and_statistics_are_those_of_the_modules_of_python(options: dict[s
     assert_same_bits(found, expected)
 
 
-@pytest.mark.slow
 def test_what_the_user_does_between_steps_is_seen() -> None:
     model, data = scripted(Looping(0.5)), batches(6, 6, 6, 6)
     plain = Looping(0.5)
@@ -190,17 +185,16 @@ def test_what_the_user_does_between_steps_is_seen() -> None:
             step(**data[3])
 
 
+@pytest.mark.fast
 def test_the_tracer_says_that_it_cannot_read_a_script() -> None:
     model = Around(scripted(Looping()))
     with pytest.warns(UserWarning, match="'inner' of Around is a ScriptModule, which runs outside of Python"):
         train(model, batches(4), 2)
-    with (
-        unchanged(model),
-        pytest.raises(CaptureError, match=r"(?s)'inner' of Around is a ScriptModule.*before torch\.jit"),
-    ):
+    with refused(CaptureError, r"(?s)'inner' of Around is a ScriptModule.*before torch\.jit", model):
         train(model, batches(4), 2, capture="dynamo")
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("make", "name"),
     [
@@ -211,25 +205,18 @@ def test_the_tracer_says_that_it_cannot_read_a_script() -> None:
 )
 def test_one_that_assigns_its_attributes_is_refused(make: Callable[[], nn.Module], name: str) -> None:
     model = make()
-    with (
-        unchanged(model),
-        pytest.raises(CaptureError, match=f"sets the attribute '{name}' of a module"),
-        compiled(model, **AUTOGRAD) as step,
-    ):
+    with refused(CaptureError, f"sets the attribute '{name}' of a module", model), compiled(model, **AUTOGRAD) as step:
         step(**batches(4)[0])
 
 
+@pytest.mark.fast
 def test_one_with_an_object_of_a_class_is_refused() -> None:
     model = Shares(Looping())
     model.boxed = scripted(Boxed())
-    with (
-        unchanged(model),
-        pytest.raises(ValueError, match=r"'boxed' of the model is a ScriptModule with an object.*'box'"),
-    ):
+    with refused(ValueError, r"'boxed' of the model is a ScriptModule with an object.*'box'", model):
         compiled(model)
 
 
-@pytest.mark.slow
 def test_one_that_was_loaded_trains_once_its_parameters_are_such() -> None:
     written = io.BytesIO()
     torch.jit.save(scripted(Looping()), written)  # type: ignore[no-untyped-call]
@@ -244,7 +231,6 @@ def test_one_that_was_loaded_trains_once_its_parameters_are_such() -> None:
     assert_same_bits(train(model, data, 2), train(scripted(Looping()), data, 2))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("make", [scripted, traced])
 def test_bits_do_not_depend_on_what_torchscript_has_optimized_before(make: Callable[[nn.Module], nn.Module]) -> None:
     """It optimizes by its first runs, and runs of one module count for all of its class."""
@@ -255,7 +241,6 @@ def test_bits_do_not_depend_on_what_torchscript_has_optimized_before(make: Calla
     assert_same_bits(train(model, data, 2), train(Looping(), data, 2, **AUTOGRAD))
 
 
-@pytest.mark.slow
 def test_its_other_attributes_are_those_of_each_call() -> None:
     model, plain, data = scripted(Scaled()), Scaled(), batches(6, 6, 6, 6)
     with compiled(model, **AUTOGRAD) as step, compiled(plain, **AUTOGRAD) as other:
@@ -270,7 +255,6 @@ def test_its_other_attributes_are_those_of_each_call() -> None:
             assert step(**data[0]) == other(**data[0])
 
 
-@pytest.mark.slow
 def test_a_module_of_python_may_have_a_part_of_it_as_its_own() -> None:
     data = batches(6, 6)
     expected = train(Shares(Looping()), data, 2, **AUTOGRAD)

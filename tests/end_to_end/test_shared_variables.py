@@ -1,7 +1,5 @@
 """Steps over common parameters hold one set of variables, whatever their optimizers and names are; and where that cannot be."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import threading
@@ -16,6 +14,7 @@ from games import Game
 from references import assert_same_model, assert_same_state
 from selections import exhaustive
 from separate_memories import separate_memories
+from small_modules import module_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -151,7 +150,7 @@ class Turns:
             for variable in step.variables.values():
                 assert all(torch.equal(value, variable.value) for value in variable.values), variable
 
-    def __enter__(self) -> Turns:
+    def __enter__(self) -> "Turns":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -166,7 +165,6 @@ def options(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     yield {"two memories": COPIES, "one memory": {}, "with Inductor": {"backend": "inductor"}}[request.param]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "options"),
     [
@@ -192,7 +190,6 @@ def test_nothing_is_copied_and_no_replica_is_stale(way: str, options: dict[str, 
         turns.train(1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "num_devices", "options"),
     [
@@ -236,7 +233,6 @@ def test_what_the_user_does_between_turns_reaches_both(way: Any, num_devices: in
             turns.train(1, 0, 1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", ["two memories", "one memory"], indirect=True)
 def test_optimizers_over_a_part_of_the_same_parameters_keep_memory_of_their_own(options: dict[str, Any]) -> None:
     with Turns(in_part, **options) as turns:
@@ -249,6 +245,7 @@ def test_optimizers_over_a_part_of_the_same_parameters_keep_memory_of_their_own(
         assert not told[0] and len(told[1]) == 1 and "a part of their parameters in common" in told[1][0]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("way", [partial(losses, one=ADADELTA, other=SGD), one_model])
 def test_a_failure_in_one_leaves_the_optimizer_of_the_other_whole(way: Any) -> None:
     """Before the commit nothing has changed; after it, the next step of either has the same parameters on all replicas."""
@@ -269,7 +266,6 @@ def test_a_failure_in_one_leaves_the_optimizer_of_the_other_whole(way: Any) -> N
         turns.train(1, 0, 1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", [games, in_part, one_model])
 def test_two_threads_cannot_run_them_at_once(way: Callable[[nn.ModuleList], list[Any]]) -> None:
     with Turns(way) as turns:
@@ -278,7 +274,6 @@ def test_two_threads_cannot_run_them_at_once(way: Callable[[nn.ModuleList], list
         assert_one_at_a_time(*turns.steps, turns.own[0][1], torch.randn(6, 3).double(), meanwhile=third.close)
 
 
-@pytest.mark.slow
 def test_closing_one_leaves_the_other() -> None:
     with Turns(one_model) as turns:
         turns.train(0, 1)
@@ -300,6 +295,7 @@ def test_closing_one_leaves_the_other() -> None:
         turns.train(0, 1)
 
 
+@pytest.mark.fast
 def test_each_has_its_own_counts_and_losses() -> None:
     """A skipped step counts where it was skipped, and a loss with parameters that are not trained joins the variables."""
 
@@ -323,7 +319,6 @@ def test_each_has_its_own_counts_and_losses() -> None:
         weighted.close()
 
 
-@pytest.mark.slow
 def test_what_a_loss_reads_in_its_closure_is_not_trained_meanwhile() -> None:
     """Whichever step is compiled first, and whichever is called first."""
     nets = [nn.Linear(3, 3).double() for _ in range(2)]
@@ -348,20 +343,14 @@ def test_what_a_loss_reads_in_its_closure_is_not_trained_meanwhile() -> None:
             assert_one_at_a_time(again, reader, optimizers[0], x, target=target)
 
 
-@pytest.mark.slow
 def test_parameters_that_nobody_trains_bind_no_steps_together() -> None:
     """Such as those of a teacher: its students train at once, and on other devices."""
     teacher, x = nn.Linear(3, 2).requires_grad_(False), torch.randn(6, 3)
 
-    class Student(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.own, self.teacher = nn.Linear(3, 2), teacher
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return F.mse_loss(self.own(x), self.teacher(x))
-
-    students = [Student() for _ in range(2)]
+    students = [
+        module_of(lambda self, x: F.mse_loss(self.own(x), self.teacher(x)), own=nn.Linear(3, 2), teacher=teacher)
+        for _ in range(2)
+    ]
     one, other = (
         compiled_step(student, devices=number, optimizer=SGD(student.own.parameters()))
         for number, student in enumerate(students, 1)
@@ -403,7 +392,6 @@ def assert_one_at_a_time(
     other(x, **more)
 
 
-@pytest.mark.slow
 def test_each_replica_keeps_statistics_of_its_own_over_the_turns() -> None:
     net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).double()
     optimizers = [SGD(net.parameters(), lr=0.0), ADAMW(net.parameters(), lr=0.0)]
@@ -421,7 +409,6 @@ def test_each_replica_keeps_statistics_of_its_own_over_the_turns() -> None:
         step.close()
 
 
-@pytest.mark.slow
 def test_steps_on_other_devices_are_refused_while_one_is_open() -> None:
     net, x = nn.Linear(3, 2), torch.randn(6, 3)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -450,7 +437,6 @@ def test_steps_on_other_devices_are_refused_while_one_is_open() -> None:
     step.close()
 
 
-@pytest.mark.slow
 def test_steps_that_nobody_closed_hold_nothing() -> None:
     """As when a cell of a notebook is run again: each step joins the last one, which is dropped then."""
     net, x = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), torch.randn(6, 3)
@@ -479,6 +465,7 @@ def test_steps_that_nobody_closed_hold_nothing() -> None:
             assert joined._state.reserved is other._state.reserved
 
 
+@pytest.mark.fast
 def test_a_forgotten_step_keeps_no_gradients() -> None:
     """Those that its `accumulate` has kept are in nobody's way, also if another step has its optimizer."""
     net, x = nn.Linear(3, 2), torch.randn(6, 3)
@@ -494,7 +481,6 @@ def test_a_forgotten_step_keeps_no_gradients() -> None:
         other(x, target=torch.ones(6, 2))
 
 
-@pytest.mark.slow
 def test_variables_that_no_open_step_has_any_more_are_let_go() -> None:
     """Those of a closed step or a forgotten one, and teachers whose program was dropped; the model keeps what they were."""
     nets = [nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(3)]
@@ -533,7 +519,6 @@ def test_variables_that_no_open_step_has_any_more_are_let_go() -> None:
     steps[0].close()
 
 
-@pytest.mark.slow
 def test_what_is_kept_when_a_step_is_closed_is_followed_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Statistics that a program reads and does not write have a copy on each other device."""
     separate_memories(monkeypatch)

@@ -1,8 +1,6 @@
 """Tables with sparse gradients, and bags of rows, train as on one device: parameters, and the optimizer's state, in which rows
 that no example looks up stay as they are."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -99,10 +97,7 @@ def table_twins(model: nn.Module | None = None, loss_fn: Any = F.mse_loss, **opt
 
 def trained(model: nn.Module, make: Maker, devices: int, **options: Any) -> list[torch.optim.Optimizer]:
     optimizers = make(model)
-    with (
-        warnings.catch_warnings(),
-        compiled_step(model, F.mse_loss, devices, optimizer=optimizers, **options) as step,
-    ):
+    with warnings.catch_warnings(), compiled_step(model, F.mse_loss, devices, optimizer=optimizers, **options) as step:
         warnings.simplefilter("ignore", UserWarning)
         for x, y in batches():
             step(*x, target=y)
@@ -129,11 +124,7 @@ def check(devices: int, name: str, most: float | None = None, **options: Any) ->
     assert_alike(found, expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [(devices, name) for devices in (1, 2, 3) for name in MAKERS],
-)
+@pytest.mark.parametrize("case", [(devices, name) for devices in (1, 2, 3) for name in MAKERS])
 def test_optimizers_get_the_rows_that_are_looked_up(case: tuple[int, str]) -> None:
     check(*case)
 
@@ -153,14 +144,12 @@ OTHERS: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", list(OTHERS))
 def test_rows_go_through_all_that_gradients_do(case: str) -> None:
     devices, name, options = OTHERS[case]
     check(devices, name, **options)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 3])
 def test_bags_train_as_on_one_device(devices: int) -> None:
     alone, model = seeded(Largest), seeded(Largest)
@@ -169,7 +158,6 @@ def test_bags_train_as_on_one_device(devices: int) -> None:
     assert_same_parameters(model, alone)
 
 
-@pytest.mark.slow
 def test_rows_cannot_be_given_to_an_owner() -> None:
     with pytest.raises(
         mirrorc.MirrorcError,
@@ -196,7 +184,6 @@ class Table(nn.Module):
         return self.table(x)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"link": "copy", "disable": ["share-parameters"]}])
 def test_gradients_of_replicas_are_added_up_by_rows(options: dict[str, Any]) -> None:
     x = mirrorc.PerReplica([torch.tensor([1, 4]), torch.tensor([1, 3])])
@@ -218,6 +205,7 @@ def test_gradients_of_replicas_are_added_up_by_rows(options: dict[str, Any]) -> 
         assert found.values().tolist() == [[4 * factor, 6 * factor], [5 * factor, 6 * factor]]
 
 
+@pytest.mark.fast
 def test_a_row_whose_gradients_cancel_each_other_is_updated() -> None:
     model = Table()
     optimizer = Recorder(model.parameters())
@@ -228,7 +216,6 @@ def test_a_row_whose_gradients_cancel_each_other_is_updated() -> None:
     assert optimizer.found[0].values().tolist() == [[0.0, 0.0]]
 
 
-@pytest.mark.slow
 def test_a_table_that_is_a_layer_too_has_a_dense_gradient() -> None:
     class Tied(Table):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -240,7 +227,6 @@ def test_a_table_that_is_a_layer_too_has_a_dense_gradient() -> None:
         assert_same_parameters(pair.model, pair.twin)
 
 
-@pytest.mark.slow
 def test_rows_are_gathered_in_the_program_and_nothing_else_is_kept_of_the_gradient() -> None:
     model = nn.Sequential(nn.Embedding(4000, 8, sparse=True), nn.Flatten(), nn.Linear(16, 2))
     with compiled_step(model, F.cross_entropy) as step:
@@ -274,7 +260,6 @@ REFUSED: dict[str, tuple[Maker, str]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_torch_refuses_is_refused_before_anything_changes(case: str) -> None:
     make, words = REFUSED[case]
@@ -287,6 +272,7 @@ def test_what_torch_refuses_is_refused_before_anything_changes(case: str) -> Non
     assert [len(optimizer.state) for optimizer in optimizers] == states
 
 
+@pytest.mark.fast
 def test_hyperparameters_that_torch_refuses_later_stop_a_step_before_it_begins() -> None:
     model, (x, y) = Table(), (torch.tensor([1, 2]), torch.ones(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -299,6 +285,7 @@ def test_hyperparameters_that_torch_refuses_later_stop_a_step_before_it_begins()
         step(x, target=y)
 
 
+@pytest.mark.fast
 def test_plain_pytorch_takes_no_rows_and_says_which_lookup_it_takes() -> None:
     model, (x, y) = Table(), (torch.tensor([1, 2]), torch.ones(2, 2))
     with (
@@ -309,6 +296,7 @@ def test_plain_pytorch_takes_no_rows_and_says_which_lookup_it_takes() -> None:
     assert "plain PyTorch, with" not in str(told.value)  # which takes no rows either
 
 
+@pytest.mark.fast
 def test_gradients_of_several_calls_are_refused() -> None:
     model, (x, y) = Table(), (torch.tensor([1, 2]), torch.ones(2, 2))
     with compiled_step(model, F.mse_loss) as step:
@@ -317,7 +305,6 @@ def test_gradients_of_several_calls_are_refused() -> None:
         step(x, target=y)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"shard_optimizer": True, "clip_grad_norm": 1.0}])
 def test_workers_send_each_other_rows(options: dict[str, Any]) -> None:
     def prepared(**others: Any) -> Any:
@@ -345,6 +332,7 @@ def test_workers_send_each_other_rows(options: dict[str, Any]) -> None:
             prepared(exchange="dense")
 
 
+@pytest.mark.fast
 def test_rows_need_their_pass() -> None:
     model = Table()
     with (
@@ -363,6 +351,7 @@ class Bags(nn.Module):
         return self.bags(indices, offsets)
 
 
+@pytest.mark.fast
 def test_offsets_are_not_split() -> None:
     with compiled_step(Bags(), F.mse_loss) as step:
         with pytest.raises(mirrorc.CaptureError, match=r"(?s)takes argument 'offsets' as offsets.*2-D indices"):
@@ -371,6 +360,7 @@ def test_offsets_are_not_split() -> None:
             step(torch.arange(5), torch.arange(4), target=torch.ones(4, 3))
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("options", [{}, {"include_last_offset": True, "padding_idx": 1, "mode": "sum"}])
 def test_one_device_takes_offsets_and_empty_bags(options: dict[str, Any]) -> None:
     indices, offsets, target = torch.tensor([5, 1, 1, 2, 5]), torch.tensor([0, 0, 2, 5]), torch.ones(4, 3).double()
@@ -391,7 +381,6 @@ class Learned(nn.Module):
         return self.bags(x, per_sample_weights=self.weights(x).squeeze(-1))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, 1, 3])
 def test_weights_of_bags_are_trained(devices: int) -> None:
     adagrad = partial(torch.optim.Adagrad, lr=0.1)

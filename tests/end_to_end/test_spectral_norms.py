@@ -1,7 +1,7 @@
 """Spectral norms iterate their vectors once in each forward, as on one device with the whole batch, on all replicas alike."""
 
-from __future__ import annotations
-
+import contextlib
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,8 +9,9 @@ import pytest
 import torch
 from games import Turns
 from references import assert_same_model, unchanged
-from selections import exhaustive
+from selections import exhaustive, slow, slow_but
 from separate_memories import separate_memories
+from small_modules import Parts, module_of
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
@@ -18,6 +19,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from twins import Twins, compiled_step, sgd
 
 import mirrorc
+from mirrorc.errors import CaptureError, ExecutionError
 from mirrorc.ir.variables import Aggregation
 
 SIZES = (6, 1, 5, 2)
@@ -49,7 +51,6 @@ def assert_alike(step: mirrorc.Step, prefix: str = "") -> None:
     assert all(torch.equal(value, v.value) for v in vectors for value in v.values)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "sizes", "options", "memories"),
     [
@@ -116,10 +117,8 @@ def game(num_devices: int) -> Turns:
     return Turns(nets, [sgd(net.parameters()) for net in nets], losses, num_devices)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_devices", "turns"),
-    [(2, [(0, 4), (1, 1)]), (3, LONG), *exhaustive((1, LONG), (2, LONG))],
+    ("num_devices", "turns"), [(2, [(0, 4), (1, 1)]), (3, LONG), *exhaustive((1, LONG), (2, LONG))]
 )
 def test_a_critic_outside_of_the_model_iterates_in_both_steps(num_devices: int, turns: list[Any]) -> None:
     own, plain = game(num_devices), game(0)
@@ -131,6 +130,7 @@ def test_a_critic_outside_of_the_model_iterates_in_both_steps(num_devices: int, 
     own.close()
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("capture", ["dynamo", "autograd"])
 def test_vectors_of_weights_that_are_drawn_at_random_are_each_replicas_own(capture: str) -> None:
     layer = nn.Linear(8, 8)  # so many elements that no two replicas draw the same mask
@@ -141,18 +141,11 @@ def test_vectors_of_weights_that_are_drawn_at_random_are_each_replicas_own(captu
         assert vector.aggregation is Aggregation.MEAN and not torch.equal(*vector.values)
 
 
-class OnePerExample(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([self.layer(row) for row in x])
-
-
-@pytest.mark.slow
 def test_calls_that_follow_the_size_of_a_shard_are_refused() -> None:
-    model = OnePerExample()
+    model = module_of(
+        lambda self, x: torch.stack([self.layer(row) for row in x]),
+        layer=nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)),
+    )
     with (
         compiled_step(model, nn.functional.mse_loss) as step,
         pytest.raises(mirrorc.CaptureError, match="is iterated another number of times for shards of other sizes"),
@@ -160,18 +153,15 @@ def test_calls_that_follow_the_size_of_a_shard_are_refused() -> None:
         step(torch.randn(5, 4), target=torch.randn(5, 3))
 
 
-class ByData(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = spectral_norm(nn.Linear(4, 4))
-
+class ByData(Parts):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.layer(x)
         return self.layer(hidden) if x.sum() > 0 else hidden
 
 
+@pytest.mark.fast
 def test_a_step_of_plain_pytorch_whose_shards_iterate_otherwise_is_refused() -> None:
-    model, x = ByData(), torch.rand(4, 4)
+    model, x = ByData(layer=spectral_norm(nn.Linear(4, 4))), torch.rand(4, 4)
     words = r"spectral norm '.*_[uv]' was computed more often"
     with compiled_step(model, F.mse_loss, capture="autograd") as step:
         step(x, target=x)
@@ -179,3 +169,124 @@ def test_a_step_of_plain_pytorch_whose_shards_iterate_otherwise_is_refused() -> 
             step(torch.cat([x[:2], -x[2:]]), target=x)
         step(-x, target=x)
         assert_alike(step)
+
+
+# Weights that `torch.nn.utils.parametrize.cached` keeps are refused: replicas have weights of their own and one cache.
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.triu() + weight.triu(1).T
+
+
+class Net(nn.Module):
+    def __init__(self, *, caches: bool) -> None:
+        super().__init__()
+        self.layer = parametrize.register_parametrization(nn.Linear(3, 3), "weight", Symmetric())
+        self.caches = caches
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with parametrize.cached() if self.caches else contextlib.nullcontext():
+            return self.layer(self.layer(x).tanh())
+
+
+def batch_of_squares() -> torch.Tensor:
+    return torch.ones(4, 3, dtype=torch.float64)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("capture", ["autograd", *slow(("dynamo",), ("auto",))])
+@pytest.mark.parametrize("is_inside", [False, True], ids=["around the step", "in forward"])
+def test_a_cache_is_refused(capture: str, is_inside: bool) -> None:
+    model = Net(caches=is_inside).double()
+    with compiled_step(model, F.mse_loss, capture=capture) as step:
+        around = contextlib.nullcontext() if is_inside else parametrize.cached()
+        with unchanged(model), around, pytest.raises(CaptureError, match=r"MC2301.*parametrize\.cached\(\)"):
+            step(batch_of_squares(), target=batch_of_squares())
+        model.caches = False
+        step(batch_of_squares(), target=batch_of_squares())
+
+
+def test_a_cache_around_a_later_step_is_refused_as_well() -> None:
+    model = Net(caches=False).double()
+    with compiled_step(model, F.mse_loss, capture="autograd") as step:
+        step(batch_of_squares(), target=batch_of_squares())
+        with unchanged(model), parametrize.cached(), pytest.raises(ExecutionError, match=r"parametrize\.cached\(\)"):
+            step(batch_of_squares(), target=batch_of_squares())
+        step(batch_of_squares(), target=batch_of_squares())
+
+
+# A method of a C class that Python code holds may be another one in the next step, wherever it is held.
+
+
+METHODS: dict[str, tuple[Any, Any]] = {
+    "methods": (torch.Tensor.add, torch.Tensor.mul),
+    "slots": (torch.Tensor.__add__, torch.Tensor.__mul__),
+}
+
+held: Any = torch.Tensor.add
+
+
+class OfClass:
+    held: Any = torch.Tensor.add
+
+
+def default(x: torch.Tensor, held: Any = torch.Tensor.add) -> torch.Tensor:
+    return held(x, x.tanh())
+
+
+class Holder(nn.Module):
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.layer, self.place = nn.Linear(4, 4), place
+        self.method: Any = torch.Tensor.add
+        self.table, self.listed = {"one": self.method}, [self.method]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        if self.place == "default":
+            return y + default(y)
+        if self.place == "closure":
+            return y + self.closure(y)
+        method = {
+            "attribute": lambda: self.method,
+            "dict": lambda: self.table["one"],
+            "list": lambda: self.listed[0],
+            "global": lambda: held,
+            "class": lambda: OfClass.held,
+        }[self.place]()
+        return y + method(y, y.tanh())
+
+    def hold(self, method: Any) -> None:
+        global held
+        held = OfClass.held = self.method = self.table["one"] = self.listed[0] = method
+        default.__defaults__ = (method,)
+        self.closure = _calling(method)
+
+
+def _calling(method: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return method(x, x.tanh())
+
+    return call
+
+
+PLACES = ("attribute", "dict", "list", "global", "class", "default", "closure")
+
+
+@pytest.mark.fast
+@pytest.mark.filterwarnings("ignore:MC2701")
+@pytest.mark.parametrize("num_devices", [2, *exhaustive((1,), (3,))])
+@pytest.mark.parametrize("kind", slow_but(["methods"], METHODS))
+@pytest.mark.parametrize("place", slow_but(["attribute"], PLACES))
+def test_the_next_step_calls_what_is_held_then(place: str, kind: str, num_devices: int) -> None:
+    torch.manual_seed(0)
+    model = Holder(place).double()
+    first, second = METHODS[kind]
+    model.hold(first)
+    with Twins(model, loss_fn=F.mse_loss, devices=num_devices) as pair:
+        for method in (first, first, second, second, first):
+            pair.on_both(lambda own, _, method=method: own.hold(method))
+            pair.train(torch.randn(6, 4).double(), target=torch.randn(6, 4).double())
+        pair.check()
+    assert held is first

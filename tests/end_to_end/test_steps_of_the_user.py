@@ -15,7 +15,6 @@ from torch.nn.utils import clip_grad_value_ as early_clip_grad_value_
 from twins import MlpTwins, compiled_step
 
 
-@pytest.mark.slow
 def test_a_step_that_is_patched_on_the_optimizer_is_obeyed() -> None:
     def patched(optimizer: torch.optim.Optimizer, calls: list[int]) -> Any:
         original = optimizer.step
@@ -61,7 +60,6 @@ def trained_by_hand(pair: MlpTwins, optimizers: Any = None) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-10)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [SHARED, COPIES], ids=["shared", "copies"])
 @pytest.mark.parametrize("momentum", [None, 0.9], ids=["adamw", "sgd"])
 def test_fused_steps_of_the_user_count(options: dict[str, Any], momentum: float | None) -> None:
@@ -87,7 +85,6 @@ class Wrapper(torch.optim.Optimizer):
         self.inner.zero_grad(set_to_none)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [SHARED, COPIES], ids=["shared", "copies"])
 @pytest.mark.parametrize("is_wrapped", [False, True], ids=["adamw", "wrapped"])
 def test_fused_steps_of_another_optimizer_over_the_same_parameters_count(
@@ -105,7 +102,6 @@ def test_fused_steps_of_another_optimizer_over_the_same_parameters_count(
         assert_same_state(*states, 1e-10)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [SHARED, COPIES], ids=["shared", "copies"])
 def test_fused_steps_of_another_optimizer_over_what_the_step_does_not_train_count(options: dict[str, Any]) -> None:
     """First over other parameters than the step's optimizer holds, then over its own, as many as it held before."""
@@ -126,7 +122,6 @@ def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     early_clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.05)
 
 
-@pytest.mark.slow
 def test_clipping_after_a_step_warns_once_whatever_the_import_style(recwarn: pytest.WarningsRecorder) -> None:
     calls = [
         lambda p: early_clip_grad_norm_(p, 0.1),
@@ -163,7 +158,6 @@ def test_clipping_after_a_step_warns_once_whatever_the_import_style(recwarn: pyt
         assert not recwarn.list
 
 
-@pytest.mark.slow
 def test_clipping_is_as_before_for_those_who_have_gradients(recwarn: pytest.WarningsRecorder) -> None:
     model = make_mlp()
     with compiled_step(model, F.cross_entropy, optimizer=FUSED) as step:
@@ -185,6 +179,7 @@ def test_clipping_is_as_before_for_those_who_have_gradients(recwarn: pytest.Warn
         ]
 
 
+@pytest.mark.fast
 def test_a_step_without_gradients_warns_once(recwarn: pytest.WarningsRecorder) -> None:
     model = make_mlp()
     optimizer = FUSED(model.parameters())
@@ -208,6 +203,7 @@ def test_a_step_without_gradients_warns_once(recwarn: pytest.WarningsRecorder) -
     assert not recwarn.list and not optimizer._optimizer_step_post_hooks and not optimizer._optimizer_step_pre_hooks
 
 
+@pytest.mark.fast
 def test_the_tail_of_a_librarys_loop_is_answered_by_two_warnings(recwarn: pytest.WarningsRecorder) -> None:
     """As Hugging Face's Trainer ends a step; without a GradScaler, and without backward()."""
     with MlpTwins(FUSED) as pair:
@@ -224,7 +220,6 @@ def test_the_tail_of_a_librarys_loop_is_answered_by_two_warnings(recwarn: pytest
         assert_same_model(pair.model, pair.twin, 1e-10)
 
 
-@pytest.mark.slow
 def test_an_enabled_scaler_fails_with_torchs_words_and_changes_nothing(recwarn: pytest.WarningsRecorder) -> None:
     """Its calls lead to no function of mirrorc's; the optimizer's step, to which it gets with a fused optimizer only, does."""
     for make_optimizer in (FUSED, functools.partial(torch.optim.AdamW, lr=0.05)):
@@ -246,7 +241,6 @@ def test_an_enabled_scaler_fails_with_torchs_words_and_changes_nothing(recwarn: 
             pair.check()
 
 
-@pytest.mark.slow
 @EACH_OPTIMIZER
 def test_gradients_of_the_users_are_dropped_and_that_is_said_once(
     make_optimizer: Any, recwarn: pytest.WarningsRecorder
@@ -288,7 +282,6 @@ def test_gradients_of_the_users_are_dropped_and_that_is_said_once(
         assert all(own.grad is one for own, one in zip(model.parameters(), kept, strict=True))
 
 
-@pytest.mark.slow
 @EACH_OPTIMIZER
 def test_gradients_of_parameters_that_the_optimizer_does_not_hold_are_the_users_own(
     make_optimizer: Any, recwarn: pytest.WarningsRecorder
@@ -320,7 +313,6 @@ def penalize(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         p.grad.add_(gradient)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("hook", [clip, penalize])
 @EACH_OPTIMIZER
 def test_hooks_of_the_optimizer_may_clip_gradients_and_use_autograd(

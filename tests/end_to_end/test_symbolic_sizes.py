@@ -1,7 +1,5 @@
 """Sizes of arguments that change become symbols of one program, which trains as plain PyTorch does, whatever the sizes are."""
 
-from __future__ import annotations
-
 import copy
 import math
 import random
@@ -17,6 +15,7 @@ import torch
 from planned_steps import step_of_world
 from references import assert_same_parameters
 from selections import exhaustive, slow
+from small_modules import Parts
 from torch import nn
 from torch.nn import functional as F
 from twins import Twins, compiled_step
@@ -43,10 +42,9 @@ class Tagger(nn.Module):
         return F.cross_entropy(self.head(hidden).view(-1, WORDS), y.reshape(-1))
 
 
-class CausalAttention(nn.Module):
+class CausalAttention(Parts):
     def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.mixed, self.head = nn.Embedding(WORDS, 16), nn.Linear(16, 48), nn.Linear(16, WORDS)
+        super().__init__(tokens=nn.Embedding(WORDS, 16), mixed=nn.Linear(16, 48), head=nn.Linear(16, WORDS))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         batch, length = x.shape
@@ -57,10 +55,9 @@ class CausalAttention(nn.Module):
         return F.cross_entropy(self.head(hidden).transpose(1, 2), y, reduction="sum") / y.numel()
 
 
-class Classifier(nn.Module):
+class Classifier(Parts):
     def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.hidden, self.head = nn.Embedding(WORDS, 16), nn.Linear(16, 32), nn.Linear(32, 5)
+        super().__init__(tokens=nn.Embedding(WORDS, 16), hidden=nn.Linear(16, 32), head=nn.Linear(32, 5))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         is_word = (x != 0).unsqueeze(-1)
@@ -92,10 +89,9 @@ class Recurrent(nn.Module):
         return F.cross_entropy(self.head(self.layer(self.tokens(x))[0]).flatten(0, 1), y.flatten())
 
 
-class Wide(nn.Module):
+class Wide(Parts):
     def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.up, self.down = nn.Embedding(3000, 64), nn.Linear(64, 2100), nn.Linear(2100, 8)
+        super().__init__(tokens=nn.Embedding(3000, 64), up=nn.Linear(64, 2100), down=nn.Linear(2100, 8))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(self.down(F.gelu(self.up(self.tokens(x * 70)))).flatten(0, 1), y.flatten() % 8)
@@ -143,7 +139,6 @@ USUAL = [(model, 2) for model in MODELS]
 RARE = [(model, count) for model in MODELS for count in (1, 3)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("make_model", "num_devices"), [*USUAL, *exhaustive(*RARE)])
 def test_a_step_is_that_of_plain_pytorch_whatever_the_sizes(
     make_model: Callable[[], nn.Module], num_devices: int, quiet: None
@@ -183,7 +178,6 @@ COUNTED: dict[str, tuple[Any, list[tuple[int, int]], int, dict[str, Any], int, s
 """A model, sizes of batches, devices, options; how many programs there are, and what the last one's text has."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", COUNTED)
 def test_sizes_are_symbols_of_few_programs(case: str, quiet: None) -> None:
     make_model, sizes, num_devices, options, num_compiled, words = COUNTED[case]
@@ -192,19 +186,16 @@ def test_sizes_are_symbols_of_few_programs(case: str, quiet: None) -> None:
     assert words in program.to_text() and ("s0" in words or not words or "s0" not in program.to_text())
 
 
-class Gathering(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Embedding(WORDS, 4), nn.Embedding(WORDS, 4)
-
+class Gathering(Parts):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         left, right = F.normalize(self.left(x).mean(1), dim=1), F.normalize(self.right(y).mean(1), dim=1)
         return ((left @ mirrorc.all_gather(right).T).logsumexp(1) - (left * right).sum(1)).mean()
 
 
+@pytest.mark.fast
 def test_shards_of_other_sizes_that_gather_have_graphs_of_their_own(quiet: None) -> None:
     torch.manual_seed(0)
-    model = Gathering().double()
+    model = Gathering(left=nn.Embedding(WORDS, 4), right=nn.Embedding(WORDS, 4)).double()
     other = copy.deepcopy(model)
     with compiled_step(model, devices=2) as step, compiled_step(other, devices=2, dynamic=False) as numbers:
         for size in [(8, 3), (5, 3), (8, 3), (7, 3)]:
@@ -212,19 +203,17 @@ def test_shards_of_other_sizes_that_gather_have_graphs_of_their_own(quiet: None)
     assert_same_parameters(model, other, 0.0)
 
 
-class Sized(nn.Module):
+class Sized(Parts):
     def __init__(self, length: int) -> None:
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(WORDS, 4), nn.Linear(4 * length, 5)
+        super().__init__(tokens=nn.Embedding(WORDS, 4), head=nn.Linear(4 * length, 5))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(self.head(self.tokens(x).flatten(1)), y[:, 0] % 5)
 
 
-class Looping(nn.Module):
+class Looping(Parts):
     def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(WORDS, 4), nn.Linear(4, 5)
+        super().__init__(tokens=nn.Embedding(WORDS, 4), head=nn.Linear(4, 5))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         hidden = torch.zeros(len(x), 4, dtype=self.head.weight.dtype)
@@ -233,22 +222,17 @@ class Looping(nn.Module):
         return F.cross_entropy(self.head(hidden) / x.size(1), y[:, 0] % 5)
 
 
-class Returning(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(WORDS, 4), nn.Linear(4, 5)
-
+class Returning(Parts):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
         logits = self.head(self.tokens(x))
         loss = F.cross_entropy(logits.flatten(0, 1), y.flatten() % 5)
         return {"loss": loss, "logits": logits, "last": logits[:, -1], "mean": logits.mean()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
 def test_outputs_have_the_sizes_of_the_call(num_devices: int) -> None:
     torch.manual_seed(0)
-    model = Returning().double()
+    model = Returning(tokens=nn.Embedding(WORDS, 4), head=nn.Linear(4, 5)).double()
     step = compiled_step(model, devices=num_devices, return_outputs=True, dynamic=None)
     for size in [(8, 5), (8, 7), (12, 9), (7, 11)]:
         x, y = text(*size)
@@ -258,7 +242,6 @@ def test_outputs_have_the_sizes_of_the_call(num_devices: int) -> None:
             torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.slow
 def test_a_marked_dimension_is_a_symbol_from_the_first_call_on() -> None:
     step, _ = step_of(Classifier)
     x, y = text(4, 6)
@@ -270,6 +253,7 @@ def test_a_marked_dimension_is_a_symbol_from_the_first_call_on() -> None:
     assert "x: i64[4, s0]" in step.prepare(*text(4, 9)).to_text()
 
 
+@pytest.mark.fast
 def test_a_marked_dimension_of_size_one_is_told() -> None:
     step, _ = step_of(Classifier)
     x, y = text(4, 1)
@@ -284,6 +268,7 @@ def step_of(make_model: Callable[[], nn.Module], **options: Any) -> tuple[mirror
     return compiled_step(model, devices=1, **{"dynamic": None, **options}), model
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -296,6 +281,7 @@ def test_symbols_are_refused_with_what_takes_numbers_alone(options: dict[str, An
         step_of(Classifier, dynamic=True, **options)
 
 
+@pytest.mark.fast
 def test_symbols_are_refused_with_factors_that_workers_are_to_send() -> None:
     model = Classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -305,7 +291,6 @@ def test_symbols_are_refused_with_factors_that_workers_are_to_send() -> None:
         step_of_world(model, world=mirrorc.World(2), optimizer=optimizer, dynamic=True, exchange="factors")
 
 
-@pytest.mark.slow
 def test_numbers_that_stay_are_remarked_on() -> None:
     step, _ = step_of(Classifier, microbatches=2)
     step(*text(5, 6))
@@ -316,7 +301,6 @@ def test_numbers_that_stay_are_remarked_on() -> None:
     assert f"sizes of arguments are numbers: {why}" in step.explain().capture
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("make_model", "num_devices"), [(Classifier, 2), (Wide, 1), (Tagger, 2), (Recurrent, 1)])
 def test_lengths_of_microbatches_are_symbols(
     make_model: Callable[[], nn.Module], num_devices: int, quiet: None
@@ -332,7 +316,6 @@ def test_lengths_of_microbatches_are_symbols(
 CUT_BY_EXAMPLES = "microbatches are cut by numbers of examples"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [2, 1])
 def test_numbers_of_examples_beside_microbatches_are_remarked_on(num_devices: int, quiet: None) -> None:
     sizes = [(8, 5), (8, 9), (12, 4), (12, 7), (16, 6)]
@@ -345,7 +328,6 @@ def test_numbers_of_examples_beside_microbatches_are_remarked_on(num_devices: in
     assert not told(program, "sizes of arguments are numbers")
 
 
-@pytest.mark.slow
 def test_microbatches_of_which_only_numbers_of_examples_change_leave_numbers_and_a_remark(quiet: None) -> None:
     sizes = [(8, 5), (12, 5), (16, 5), (20, 5)]
     step, program = trained_beside_plain_pytorch(Classifier, sizes, 2, microbatches=2)
@@ -360,7 +342,6 @@ def test_microbatches_of_which_only_numbers_of_examples_change_leave_numbers_and
     assert remark in program.to_text() and remark in step.explain().capture
 
 
-@pytest.mark.slow
 def test_lengths_of_microbatches_alone_leave_no_remark(quiet: None) -> None:
     step, program = trained_beside_plain_pytorch(Classifier, [(8, 5), (8, 9), (8, 4)], 2, microbatches=2)
     assert num_programs(step) == 2
@@ -368,7 +349,6 @@ def test_lengths_of_microbatches_alone_leave_no_remark(quiet: None) -> None:
     assert not told(program, CUT_BY_EXAMPLES)
 
 
-@pytest.mark.slow
 def test_evaluations_beside_microbatches_have_symbols_for_numbers_of_examples() -> None:
     step, model = step_of(Classifier, microbatches=2, dynamic=True)
     for batch, length in [(8, 5), (12, 7), (16, 5), (7, 4)]:
@@ -379,7 +359,6 @@ def test_evaluations_beside_microbatches_have_symbols_for_numbers_of_examples() 
     assert num_programs(step) == 1
 
 
-@pytest.mark.slow
 def test_another_dtype_is_another_program() -> None:
     step, _ = step_of(Classifier)
     for length in (5, 6, 7):
@@ -390,14 +369,12 @@ def test_another_dtype_is_another_program() -> None:
     assert num_programs(step) == 3
 
 
-@pytest.mark.slow
 def test_the_printed_form_has_symbols_and_is_read_back() -> None:
     _, program = trained_beside_plain_pytorch(Tagger, [(4, 5), (6, 9)], 2, dynamic=True)
     (signature,) = re.findall(r"(?m)^def cpu_0\((.*)\):", program.to_text(regions=True))
     assert "x: i64[s0, s1]" in signature and "s1: size[s1]" in signature and "size[s0*s1]" in signature
 
 
-@pytest.mark.slow
 def test_a_program_with_symbols_is_saved_and_loaded(tmp_path: Path) -> None:
     _, program = trained_beside_plain_pytorch(CausalAttention, [(4, 5), (6, 9)], 2, dynamic=True)
     program.save(tmp_path / "program.mirror")
@@ -409,7 +386,6 @@ def test_a_program_with_symbols_is_saved_and_loaded(tmp_path: Path) -> None:
     assert (tmp_path / "again.mirror").read_bytes() == (tmp_path / "program.mirror").read_bytes()
 
 
-@pytest.mark.slow
 def test_gradients_stay_factors_for_sizes_with_which_they_would(quiet: None) -> None:
     """A product's factors of 130 words on each device are four times as large as `Wide.up`'s gradient."""
     step, program = trained_beside_plain_pytorch(Wide, [(4, 5), (4, 8), (4, 100)], 2)
@@ -426,13 +402,11 @@ def told(program: Program, remark: str) -> bool:
     return any(remark in str(one) for one in program.remarks)
 
 
-@pytest.mark.slow
 def test_memory_is_told_for_the_sizes_of_the_compilation() -> None:
     step, _ = trained_beside_plain_pytorch(Classifier, [(4, 5), (4, 8), (4, 30)], 2)
     assert "i64[2, 8]" in str(step.memory()) or "[2, 8, " in str(step.memory())
 
 
-@pytest.mark.slow
 def test_so_it_is_of_factors_that_updates_multiply() -> None:
     told = []
     for dynamic in (None, False):
@@ -441,7 +415,6 @@ def test_so_it_is_of_factors_that_updates_multiply() -> None:
     assert "temporaries of update" in told[0] and told[0] == told[1]
 
 
-@pytest.mark.slow
 def test_no_guard_is_made_while_steps_run() -> None:
     """What looks at a symbol in a step would take the size of the compilation for that of the step."""
     step, _ = trained_beside_plain_pytorch(Wide, [(4, 5), (4, 8)], 2)
@@ -453,10 +426,9 @@ def test_no_guard_is_made_while_steps_run() -> None:
     assert [len(one.guards) for one in environments] == before
 
 
-class Random(nn.Module):
+class Random(Parts):
     def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, 5)
+        super().__init__(tokens=nn.Embedding(WORDS, 8), head=nn.Linear(8, 5))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         hidden = F.dropout(self.tokens(x), 0.3) + torch.rand(x.shape).unsqueeze(-1)
@@ -464,7 +436,6 @@ class Random(nn.Module):
         return F.cross_entropy(self.head(hidden).flatten(0, 1), y.flatten() % 5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.filterwarnings("error:Raw SymInt")
 def test_random_numbers_are_those_of_programs_for_each_size(num_devices: int) -> None:
@@ -479,7 +450,6 @@ def test_random_numbers_are_those_of_programs_for_each_size(num_devices: int) ->
     assert losses[0] == losses[1]
 
 
-@pytest.mark.slow
 def test_an_error_of_the_model_is_the_models() -> None:
     step, _ = step_of(Tagger, dynamic=True)
     step(*text(4, 6))
@@ -487,11 +457,13 @@ def test_an_error_of_the_model_is_the_models() -> None:
         step(*text(4, 70))
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("make_model", [*slow((Classifier,), (Wide,)), *exhaustive((Tagger,), (Convolutions,))])
 def test_compiled_regions_take_all_sizes(make_model: Callable[[], nn.Module], quiet: None) -> None:
     trained_beside_plain_pytorch(make_model, random_sizes(10, 4), 2, backend="inductor")
 
 
+@pytest.mark.fast
 def test_a_program_of_fewer_symbols_serves_no_more(quiet: None) -> None:
     """A run that is resumed knows the last symbols only, and its steps are to have the same bits."""
     served: list[Any] = []
@@ -506,6 +478,7 @@ def test_a_program_of_fewer_symbols_serves_no_more(quiet: None) -> None:
     assert again is by_both and other is by_both
 
 
+@pytest.mark.fast
 def test_what_changed_is_no_size_that_is_a_symbol(quiet: None, caplog: pytest.LogCaptureFixture) -> None:
     with compiled_step(nn.Linear(3, 2), F.mse_loss) as step:
         for examples in (8, 6, 4):

@@ -1,7 +1,5 @@
 """A loop for Accelerate on several devices, and on several workers, ends with the values of one device."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The Trainer of Hugging Face on several devices, and on several workers, ends with the values of one device."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Lightning's Trainer and Fabric on several devices, and on several workers, end with the values of one device."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +10,7 @@ pytest.importorskip("lightning", reason="needs the package lightning")
 
 import lightning as L
 from torchrun import run_by_torchrun
-from trained_by_lightning import (
-    OPTIONS,
-    Classifier,
-    Manual,
-    Outside,
-    Weighted,
-    loader,
-    trained,
-    trained_by_fabric,
-)
+from trained_by_lightning import OPTIONS, Classifier, Manual, Outside, Weighted, loader, trained, trained_by_fabric
 
 from mirrorc.errors import ExecutionError
 from mirrorc.integrations.lightning import MirrorcFabricStrategy, MirrorcStrategy

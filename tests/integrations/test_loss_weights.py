@@ -1,7 +1,5 @@
 """The parts of a loss that replicas compute add up to that of the batch, whatever it is a mean over."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

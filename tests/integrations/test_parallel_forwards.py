@@ -1,7 +1,5 @@
 """Modules whose forward runs on several devices in place compute what they did, and stay what they were."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import pickle

@@ -65,11 +65,7 @@ def test_an_algorithm_is_given_by_name_with_options_or_as_it_is() -> None:
             ValueError,
             r"algorithm='ring' and passes= cannot be combined\n  why:  .*\n  fix:  put mirrorc.all_reduce_algorithms.Ring\(\)",
         ),
-        (
-            {"algorithm": "ring", "disable": ["ring"]},
-            ValueError,
-            "needs the pass 'ring', which disable= switches off",
-        ),
+        ({"algorithm": "ring", "disable": ["ring"]}, ValueError, "needs the pass 'ring', which disable= switches off"),
         (
             {"algorithm": "ring", "exact_order": True},
             ValueError,

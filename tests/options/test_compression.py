@@ -135,10 +135,7 @@ def test_a_process_alone_compresses_nothing_and_says_so() -> None:
         ),
         ({"shard_optimizer": True}, "shard_optimizer=True\n  why:  workers send each other parts of sums there"),
         ({"exact_order": True}, "cannot be used with exact_order=True\n  why:  sums are rounded on their way"),
-        (
-            {"disable": ["compress-exchange"]},
-            "needs the pass 'compress-exchange', which disable= switches",
-        ),
+        ({"disable": ["compress-exchange"]}, "needs the pass 'compress-exchange', which disable= switches"),
         (
             {"compression": TopK(0.1), "shard_optimizer": True},
             "compression=TopK(ratio=0.1) cannot be used with shard_opti",
@@ -260,10 +257,7 @@ class Fractional(FirstElements):
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        (
-            Undecorated,
-            "an instance of Undecorated, which is no frozen dataclass\n  why:  workers compare its repr",
-        ),
+        (Undecorated, "an instance of Undecorated, which is no frozen dataclass\n  why:  workers compare its repr"),
         (Unsized, "an instance of Unsized, which has no num_bytes()\n"),
         (Unsent, "an instance of Unsent, which has no exchange()\n"),
         (Payload, "an instance of Payload, which is no frozen dataclass"),

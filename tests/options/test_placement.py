@@ -107,21 +107,9 @@ def test_what_nothing_updates_has_no_owner_and_a_remark_says_so() -> None:
             "both names are of the same tensor\n  fix:  placement={",
         ),
         ("central", {"passes": default_pipeline()}, "placement='central' and passes= cannot be combined"),
-        (
-            "central",
-            {"disable": ["place-variables"]},
-            "needs the pass 'place-variables', which disable= switches",
-        ),
-        (
-            "least-loaded",
-            {"disable": ["update-at-owner"]},
-            "needs the pass 'update-at-owner', which disable=",
-        ),
-        (
-            "shared",
-            {"disable": ["share-parameters"]},
-            "needs the pass 'share-parameters', which disable=",
-        ),
+        ("central", {"disable": ["place-variables"]}, "needs the pass 'place-variables', which disable= switches"),
+        ("least-loaded", {"disable": ["update-at-owner"]}, "needs the pass 'update-at-owner', which disable="),
+        ("shared", {"disable": ["share-parameters"]}, "needs the pass 'share-parameters', which disable="),
         (
             "central",
             {"world": World(2, 1)},
@@ -188,9 +176,6 @@ def test_what_steps_by_itself_cannot_be_given_away() -> None:
 def test_passes_with_owners_can_be_put_into_a_pipeline_of_ones_own() -> None:
     from mirrorc.passes import UpdateAtOwner
 
-    own = [
-        mirrorc.after("plan-buckets", PlaceVariables("central")),
-        mirrorc.after("schedule-overlap", UpdateAtOwner()),
-    ]
+    own = [mirrorc.after("plan-buckets", PlaceVariables("central")), mirrorc.after("schedule-overlap", UpdateAtOwner())]
     options: dict[str, Any] = {"add": own, "disable": ["share-parameters"]}
     assert owners("auto", **options) == owners("central")

@@ -264,11 +264,7 @@ def test_workers_join_with_a_gpu_each() -> None:
 @pytest.mark.parametrize(
     ("names", "others", "reason"),
     [
-        (
-            ["cuda:0"],
-            ["1 cuda", "2 cpu"],
-            "worker 0 are 'cuda', those of worker 2 'cpu', and nothing",
-        ),
+        (["cuda:0"], ["1 cuda", "2 cpu"], "worker 0 are 'cuda', those of worker 2 'cpu', and nothing"),
         (
             ["cuda:0"],
             ["4 cuda", "1 cuda"],

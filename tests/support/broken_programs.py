@@ -41,11 +41,7 @@ from mirrorc.ir.nodes import region_calls, region_of
 from mirrorc.ir.program import Accumulation, ArgumentKind, Program, placeholders_of
 from mirrorc.ir.workers import Workers, World
 from mirrorc.packing import ByBytes, EqualPacks
-from mirrorc.passes import (
-    CheckFinite,
-    PlaceGradients,
-    default_pipeline,
-)
+from mirrorc.passes import CheckFinite, PlaceGradients, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.protocol import Pass
 from mirrorc.user.optimizer_groups import gradient_rule
@@ -519,15 +515,13 @@ def leaving_gradients(change: Callable[[fx.Graph], object]) -> Mutation:
 BAD: dict[str, list[Mutation]] = {
     "packs_keep_their_order": [cut_at(unpack_in_another_order, "insert-all-reduce")],
     "a_checked_step_misses_nothing": [checked(use_the_truth_elsewhere)],
-    "gradients_are_left_once": [
-        leaving_gradients(lambda graph: with_kwargs(first(graph, ops.add_to_grad), replica=1)),
-    ],
+    "gradients_are_left_once": [leaving_gradients(lambda graph: with_kwargs(first(graph, ops.add_to_grad), replica=1))],
     "sizes_are_arguments": [
         (ONE_BUCKET, lambda _: without_sizes(symbolic_program())),
         (ONE_BUCKET, lambda _: with_raw_symbol(symbolic_program())),
     ],
     "regions_take_their_sizes": [
-        ("outline-regions", lambda _: with_untold_region(run_up_to("outline-regions", symbolic_program()))),
+        ("outline-regions", lambda _: with_untold_region(run_up_to("outline-regions", symbolic_program())))
     ],
     "values_are_kept_alike": [
         *(
@@ -547,7 +541,7 @@ BAD: dict[str, list[Mutation]] = {
     "replicas_factor_the_same_gradients": [at("pack-gradients", factor_on_one_replica)],
     "factors_are_not_variables": [at("outline-regions", multiply_a_variable)],
     "regions_hold_operators_alone": [
-        *((pass_name, call_from_a_region) for pass_name in ("outline-regions", "lower-devices")),
+        *((pass_name, call_from_a_region) for pass_name in ("outline-regions", "lower-devices"))
     ],
     "some_replica_has_examples": [(ONE_BUCKET, lambda program: program.evolve(num_examples=(0, 0)))],
     "losses_are_for_training": [
@@ -557,10 +551,10 @@ BAD: dict[str, list[Mutation]] = {
     ],
     "gradients_and_slots_match": [at(pass_name, drop_a_gradient) for pass_name in (ONE_BUCKET, "replicate")],
     "slots_are_for_their_gradients": [
-        placed("pack-gradients", lambda graph: with_kwargs(first(graph, ops.slot), replica=1)),
+        placed("pack-gradients", lambda graph: with_kwargs(first(graph, ops.slot), replica=1))
     ],
     "replicas_meet_only_in_collectives": [
-        at("replicate", lambda graph: with_kwargs(first(graph, ops.read), replica=2)),
+        at("replicate", lambda graph: with_kwargs(first(graph, ops.read), replica=2))
     ],
     "microbatches_make_up_the_shards": [
         microbatched("place-gradients", lambda program: program.evolve(microbatches=((4,), (2, 2)))),
@@ -570,16 +564,16 @@ BAD: dict[str, list[Mutation]] = {
     ],
     "each_microbatch_gives_its_factors": [factored(lambda factors: factors[:2] * 2)],
     "gradients_are_added_where_they_are": [
-        microbatched("accumulate-microbatches", on_first_graph(return_an_earlier_gradient)),
+        microbatched("accumulate-microbatches", on_first_graph(return_an_earlier_gradient))
     ],
     "a_program_belongs_to_a_worker": [
-        over_workers(lambda program: program.evolve(workers=Workers((0, 2, 1), 1)), "plan-buckets"),
+        over_workers(lambda program: program.evolve(workers=Workers((0, 2, 1), 1)), "plan-buckets")
     ],
     "workers_exchange_their_sums": [
         over_workers(
             on_all_devices(lambda graph: set_args(first(graph, ops.exchange), first(graph, ops.exchange).args[::-1])),
             "reduce-over-workers",
-        ),
+        )
     ],
     "compressed_sums_are_decompressed": [
         compressed(lambda graph: repeat(graph, first(graph, ops.compress)), pass_name)
@@ -590,10 +584,10 @@ BAD: dict[str, list[Mutation]] = {
         for pass_name in ("send-largest", "lower-devices")
     ],
     "workers_update_equal_parts_in_their_order": [
-        over_workers(lambda program: program.evolve(workers=replace(program.workers, shards_optimizer=True))),
+        over_workers(lambda program: program.evolve(workers=replace(program.workers, shards_optimizer=True)))
     ],
     "sums_reach_their_updates": [
-        over_workers(on_all_devices(lambda graph: setattr(first(graph, ops.exchange), "target", ops.scatter_sums))),
+        over_workers(on_all_devices(lambda graph: setattr(first(graph, ops.exchange), "target", ops.scatter_sums)))
     ],
     "workers_send_their_factors": [sending(on_all_devices(send_a_copy))],
     "updates_leave_out_unused_parameters": [

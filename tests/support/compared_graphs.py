@@ -8,8 +8,6 @@ Prints each graph that differs or fails, and exits with 1 if there is one. One c
 are not optimized, and those of every fourth compilation are vectorized.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import multiprocessing

@@ -5,8 +5,6 @@
 They are in an installed torch, and run in two processes over gloo.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import unittest

@@ -1,7 +1,5 @@
 """A model of blocks with dropout and BatchNorm around which values go; the first blocks may be in checkpoints of its own."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint

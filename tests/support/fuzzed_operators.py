@@ -1,7 +1,5 @@
 """Random graphs of views, expansions, writes in place and indexing."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Nets that are trained in turn, each by a loss that may read the others: by steps, or in a plain loop."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

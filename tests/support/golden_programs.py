@@ -294,9 +294,7 @@ def golden_program_before(name: str, num_devices: int, *, workers: Workers | Non
         program = _captured(name, 1)
         each = program.num_examples[0]
         program = program.evolve(
-            devices=_devices(num_devices),
-            shard_of_replica=(0,) * num_devices,
-            num_examples=(each,) * num_devices,
+            devices=_devices(num_devices), shard_of_replica=(0,) * num_devices, num_examples=(each,) * num_devices
         )
     return program if workers is None else program.evolve(workers=workers)
 

@@ -1,7 +1,5 @@
 """Recorded steps made by hand, from the durations of calls."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Programs of forward and of backward of a module, whose loss and updates are the caller's."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """A module of `mirrorc.data_parallel` beside the plain model."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,10 +20,10 @@ def net(*between: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), *between, nn.Tanh(), nn.Linear(8, 3)).double()
 
 
-def batch(size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(size: int, seed: int = 0, features: int = 6, classes: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(size, 6, generator=generator, dtype=torch.float64)
-    return x, torch.randint(3, (size,), generator=generator)
+    x = torch.randn(size, features, generator=generator, dtype=torch.float64)
+    return x, torch.randint(classes, (size,), generator=generator)
 
 
 class Both:

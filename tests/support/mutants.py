@@ -10,8 +10,6 @@ A kind that breaks programs must be refused, by a `VerifyError` and not by an ac
 must be accepted. Exits with 1 where that is not so.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import multiprocessing
@@ -65,7 +63,7 @@ class Report:
     def wrong(self) -> list[str]:
         return [line for tally in self.tallies.values() for line in (*tally.wrong, *tally.crashed)]
 
-    def add(self, other: Report) -> None:
+    def add(self, other: "Report") -> None:
         self.valid += other.valid
         for name, tally in self.tallies.items():
             more = other.tallies[name]

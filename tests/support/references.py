@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -302,3 +303,12 @@ def unchanged(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
             for key, value in state.items():
                 own = state_after["state"][index][key]
                 assert torch.equal(own, value) if isinstance(value, torch.Tensor) else own == value, key
+
+
+@contextmanager
+def refused(
+    error: type[BaseException] | tuple[type[BaseException], ...], match: str, model: nn.Module, optimizer: Any = None
+) -> Iterator[None]:
+    """Checks that a block raises, and leaves model and optimizer as they were."""
+    with unchanged(model, optimizer), pytest.raises(error, match=match):
+        yield

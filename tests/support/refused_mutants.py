@@ -30,7 +30,7 @@ REFUSALS: dict[str, list[str]] = {
         "update from an unreduced bucket | own optimizer and AdamW, after accumulation on 3 after lower-collectives | without",
     ],
     "all_replicas_take_part": [
-        "count a replica twice | pairs on 2, parameters not shared after update-in-parts | joins replicas",
+        "count a replica twice | pairs on 2, parameters not shared after update-in-parts | joins replicas"
     ],
     "arguments_are_in_order": [
         "exchange two arguments | pairs on 2 after decompose-gelu | the arguments are",
@@ -56,7 +56,7 @@ REFUSALS: dict[str, list[str]] = {
         "change a tag | own optimizer on 2, parameters not shared after lower-devices | is waited for as",
     ],
     "collectives_have_the_same_order": [
-        "change a link on one device | pairs on 2, parameters not shared after lower-devices | the devices would wait for",
+        "change a link on one device | pairs on 2, parameters not shared after lower-devices | the devices would wait for"
     ],
     "collectives_match_their_tags": [
         "change what a reduction does | pairs on 2 after insert-all-reduce | but gradients are weighted to be summed",
@@ -66,7 +66,7 @@ REFUSALS: dict[str, list[str]] = {
         "send the parameters of another | own optimizer on 2, parameters not shared after lower-devices | which is no sum",
     ],
     "commits_exchange_norms_alike": [
-        "exchange less | own optimizer and AdamW, dealt out on 2 after scale-in-updates | all would wait for numbers that",
+        "exchange less | own optimizer and AdamW, dealt out on 2 after scale-in-updates | all would wait for numbers that"
     ],
     "compressed_sums_are_decompressed": [
         "widen by a cast | pairs, compressed by worker 1 of 3 after send-rows | which is still compressed",
@@ -77,7 +77,7 @@ REFUSALS: dict[str, list[str]] = {
         "forget to write a slot | pairs on 2 after lower-devices | is computed in another way than before",
     ],
     "each_microbatch_gives_its_factors": [
-        "take the factors of a microbatch twice | tables, microbatches on 2 after lower-devices | microbatches, where",
+        "take the factors of a microbatch twice | tables, microbatches on 2 after lower-devices | microbatches, where"
     ],
     "each_microbatch_is_taken_once": [
         "exchange the programs of two devices | products, microbatches on 2, parameters not shared after lower-devices | but",
@@ -97,7 +97,7 @@ REFUSALS: dict[str, list[str]] = {
         "change a placement | pairs on 2 after lower-devices | is updated from",
     ],
     "every_collective_has_a_link": [
-        "forget a link | pairs on 2 after lower-devices | has no link; run 'lower-collectives' before 'lower-devices'",
+        "forget a link | pairs on 2 after lower-devices | has no link; run 'lower-collectives' before 'lower-devices'"
     ],
     "every_gradient_is_packed_once": [
         "write another value | reads others on 2 after schedule-overlap | a gradient of bucket",
@@ -126,7 +126,7 @@ REFUSALS: dict[str, list[str]] = {
         "overwrite an earlier microbatch | products, microbatches on 2 after accumulate-microbatches | the gradient that",
     ],
     "gradients_are_clipped_alike": [
-        "clip otherwise on one replica | own optimizer and AdamW, dealt out on 2 after scale-in-updates | takes a gradient",
+        "clip otherwise on one replica | own optimizer and AdamW, dealt out on 2 after scale-in-updates | takes a gradient"
     ],
     "gradients_are_in_their_slots": [
         "exchange two slots | pairs on 2 after schedule-overlap | as whose it is packed",
@@ -150,7 +150,7 @@ REFUSALS: dict[str, list[str]] = {
         "call another region | forward on 3, uneven after lower-devices | graph is malformed",
     ],
     "kept_values_have_memory_of_their_own": [
-        "keep a variable | forward on 3, uneven after schedule-overlap | is kept in memory of",
+        "keep a variable | forward on 3, uneven after schedule-overlap | is kept in memory of"
     ],
     "links_join_their_devices": [
         "name a link that cannot be | pairs on 2 after lower-collectives | cannot go over",
@@ -162,7 +162,7 @@ REFUSALS: dict[str, list[str]] = {
         "gather old parameters | own optimizer and AdamW, dealt out on 2 after send-rows | it would send old parameters",
     ],
     "no_device_waits_forever": [
-        "wait before taking part | own optimizer on 2, parameters not shared after lower-devices | devices would wait for",
+        "wait before taking part | own optimizer on 2, parameters not shared after lower-devices | devices would wait for"
     ],
     "norms_count_every_element_once": [
         "measure one twice | pairs, clipped and least-loaded on 2 after scale-in-updates | takes, does not count each",
@@ -170,7 +170,7 @@ REFUSALS: dict[str, list[str]] = {
         "tell of a part | pairs, clipped and least-loaded on 2 after update-in-parts | tells the norm of",
     ],
     "nothing_is_in_flight_at_a_checked_commit": [
-        "wait on one side of the commit | pairs, clipped and least-loaded on 2 after check-finite | comes after the",
+        "wait on one side of the commit | pairs, clipped and least-loaded on 2 after check-finite | comes after the"
     ],
     "nothing_is_written_in_flight": [
         "write slots in flight | pairs on 2 after send-rows | writes into bucket",
@@ -186,10 +186,10 @@ REFUSALS: dict[str, list[str]] = {
         "drop a gather | evaluation, ragged on 3 after lower-devices | or not at all",
     ],
     "owners_update_alone": [
-        "copy before the update | pairs, clipped and least-loaded on 2 after spread-copies | takes the parameters of",
+        "copy before the update | pairs, clipped and least-loaded on 2 after spread-copies | takes the parameters of"
     ],
     "packs_keep_their_order": [
-        "exchange two buckets results | packs, worker 0 of 3 after pack-gradients | the output takes",
+        "exchange two buckets results | packs, worker 0 of 3 after pack-gradients | the output takes"
     ],
     "packs_make_up_their_buckets": [
         "move the end of a pack | packs, worker 0 of 3 after lower-collectives | where the next pack begins at",
@@ -215,7 +215,7 @@ REFUSALS: dict[str, list[str]] = {
         "misname a gradient | own optimizer and AdamW, dealt out on 2 after check-finite | gives the gradient of",
     ],
     "regions_take_gradients_by_tokens": [
-        "compute of which backward | plain PyTorch on 2 after reuse-arguments | computes by itself of which backward it",
+        "compute of which backward | plain PyTorch on 2 after reuse-arguments | computes by itself of which backward it"
     ],
     "regions_write_only_their_memory": [
         "call what is no operation | pairs on 2 after share-parameters | writes its argument; use an operator that gives",
@@ -232,7 +232,7 @@ REFUSALS: dict[str, list[str]] = {
         "gather fewer rows | meetings, ragged on 3, parameters not shared after send-rows | rows, and the replicas have",
     ],
     "replicas_meet_only_in_collectives": [
-        "use another replicas value | pairs on 2, parameters not shared after lower-collectives | of replica",
+        "use another replicas value | pairs on 2, parameters not shared after lower-collectives | of replica"
     ],
     "replicas_without_examples_run_nothing": [
         "exchange the programs of two devices | evaluation, ragged on 3 after lower-devices | which has no examples",
@@ -240,7 +240,7 @@ REFUSALS: dict[str, list[str]] = {
         "exchange the programs of two devices | meetings, ragged on 3 after lower-devices | gives no loss, but has",
     ],
     "rescaled_memory_is_not_read_again": [
-        "scale twice | own optimizer and AdamW, dealt out on 2 after lower-collectives | may have written its memory",
+        "scale twice | own optimizer and AdamW, dealt out on 2 after lower-collectives | may have written its memory"
     ],
     "reserved_values_do_not_overlap": [
         "write slots in flight | tied on 2 after update-in-parts | must be given once, to a region of its own replica",
@@ -253,7 +253,7 @@ REFUSALS: dict[str, list[str]] = {
         "exchange two buckets results | pairs on 2 after pack-gradients | are of another bucket",
     ],
     "shared_parameters_are_written_last": [
-        "write shared parameters too early | pairs on 2 after lower-collectives | may write parameters that another",
+        "write shared parameters too early | pairs on 2 after lower-collectives | may write parameters that another"
     ],
     "slots_are_disjoint": [
         "drop a bucket | matrices, sent as a payload by worker 1 of 3 after send-payload | buckets are named by their",
@@ -271,7 +271,7 @@ REFUSALS: dict[str, list[str]] = {
         "contradict a slots shape | pairs on 2 after lower-collectives | elements, not",
     ],
     "some_replica_has_examples": [
-        "exchange the shards of two replicas | meetings, ragged on 3 after place-gradients | runs no graph, but has",
+        "exchange the shards of two replicas | meetings, ragged on 3 after place-gradients | runs no graph, but has"
     ],
     "sparse_tables_have_separate_buckets": [
         "let a slot leave its bucket | sparse tables on 2 after update-in-parts | but its optimizer takes rows, of one",
@@ -283,7 +283,7 @@ REFUSALS: dict[str, list[str]] = {
         "scale a sum | sparse tables on 2, parameters not shared after update-in-parts | which is not gathered for bucket",
     ],
     "tables_are_preserved": [
-        "exchange two arguments | pairs on 2 after share-parameters | the pass has changed the program's",
+        "exchange two arguments | pairs on 2 after share-parameters | the pass has changed the program's"
     ],
     "updates_in_parts_take_shares_alone": [
         "make in parts what others take | pairs on 2 after schedule-overlap | is to make its gradient",
@@ -310,9 +310,9 @@ REFUSALS: dict[str, list[str]] = {
         "look at another value | gradients of worker 1 of 2, on 1 after lower-collectives | is in flight to other workers",
     ],
     "workers_send_their_factors": [
-        "pad another row | sent as factors, dealt out to worker 1 of 2 on 2 after reduce-over-workers | is not left as",
+        "pad another row | sent as factors, dealt out to worker 1 of 2 on 2 after reduce-over-workers | is not left as"
     ],
     "workers_update_equal_parts_in_their_order": [
-        "update the part of another worker | own optimizer and AdamW, dealt out on 2 after shard-optimizer | are updated by",
+        "update the part of another worker | own optimizer and AdamW, dealt out on 2 after shard-optimizer | are updated by"
     ],
 }

@@ -3,8 +3,6 @@
 Under torchrun, ``python trained_by_accelerate.py FOLDER`` trains on both workers, and the first saves the values.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 Under torchrun, ``python trained_by_huggingface.py FOLDER`` trains on both workers, and the first saves the values.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

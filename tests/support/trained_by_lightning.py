@@ -3,8 +3,6 @@
 Under torchrun, ``python trained_by_lightning.py FOLDER`` trains on both workers, and the first saves the values.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys
@@ -22,10 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import mirrorc
 from mirrorc.integrations.lightning import MirrorcFabricStrategy, MirrorcStrategy
 
-OPTIONS: dict[str, Any] = {
-    "compiler": mirrorc.Compiler(backend="eager"),
-    "debug": mirrorc.Debug(progress=False),
-}
+OPTIONS: dict[str, Any] = {"compiler": mirrorc.Compiler(backend="eager"), "debug": mirrorc.Debug(progress=False)}
 QUIET: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 NUM_WORKERS = int(os.environ.get("WORLD_SIZE", 1))
 

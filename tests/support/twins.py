@@ -1,7 +1,5 @@
 """A model that a step trains, and its twin in a plain loop on one device: call for call they are the same."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -90,7 +88,7 @@ class Twins:
         self.loss_fn, self.tolerance = loss_fn, tolerance
         self.step = compiled_step(self.model, loss_fn, devices, self.optimizer, **options)
 
-    def __enter__(self) -> Twins:
+    def __enter__(self) -> "Twins":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,5 @@
 """Loops of workers around `step.gradients`, and the same in one process by plain PyTorch."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any

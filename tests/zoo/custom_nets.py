@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from small_modules import Parts
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from zoo_models import BATCH_NORM, CLASSES, Batch, ZooModel, classes, features, numbers
@@ -30,13 +31,11 @@ class Unet(nn.Module):
         return self.last(torch.cat([high, self.up(F.gelu(self.low(F.avg_pool2d(high, 2))))], 1))
 
 
-class Fourier(nn.Module):
+class Fourier(Parts):
     """A Fourier neural operator: a product with complex weights among the lowest frequencies."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(2, 2, 3, 3, 2) * 0.3)
-        self.skip = nn.Conv2d(2, 2, 1)
+        super().__init__(weight=nn.Parameter(torch.randn(2, 2, 3, 3, 2) * 0.3), skip=nn.Conv2d(2, 2, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         spectrum = torch.fft.rfft2(x)
@@ -74,12 +73,11 @@ class Flow(nn.Module):
         return (0.5 * x.square().sum(-1) - total).mean()
 
 
-class Graph(nn.Module):
+class Graph(Parts):
     """Passes messages along the edges of a graph for each example."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.own, self.other, self.head = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, CLASSES)
+        super().__init__(own=nn.Linear(4, 8), other=nn.Linear(4, 8), head=nn.Linear(8, CLASSES))
 
     def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
         messages = self.other(x).gather(1, edges[..., 0, None].expand(-1, -1, 8))
@@ -113,12 +111,11 @@ def clicks(num_examples: int, generator: torch.Generator) -> Batch:
     return {"x": batch["x"], "ids": torch.randint(9, (num_examples, 3), generator=generator), "target": clicked}
 
 
-class Ode(nn.Module):
+class Ode(Parts):
     """Integrates a differential equation by Runge and Kutta's method, in steps that are checkpoints."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.head = nn.Linear(6, 12), nn.Linear(12, 6), nn.Linear(6, CLASSES)
+        super().__init__(first=nn.Linear(6, 12), second=nn.Linear(12, 6), head=nn.Linear(6, CLASSES))
 
     def slope(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(self.first(x).tanh())
@@ -135,12 +132,11 @@ class Ode(nn.Module):
         return self.head(x)
 
 
-class FixedPoint(nn.Module):
+class FixedPoint(Parts):
     """Repeats a layer until it changes little, and takes one more step with a gradient."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.own, self.given, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, CLASSES)
+        super().__init__(own=nn.Linear(6, 6), given=nn.Linear(6, 6), head=nn.Linear(6, CLASSES))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = []
@@ -155,12 +151,11 @@ class FixedPoint(nn.Module):
         return self.head(torch.cat(rows))
 
 
-class Capsules(nn.Module):
+class Capsules(Parts):
     """Routes capsules by agreement."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(2, CLASSES, 3, 4) * 0.5)
+        super().__init__(weight=nn.Parameter(torch.randn(2, CLASSES, 3, 4) * 0.5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         votes = torch.einsum("nij,icjk->nick", x.view(-1, 2, 3), self.weight)
@@ -185,12 +180,11 @@ class Rounded(torch.autograd.Function):
         return gradient
 
 
-class Quantized(nn.Module):
+class Quantized(Parts):
     """Finds the nearest entry of a codebook, and lets gradients through."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.book, self.head = nn.Linear(6, 4), nn.Embedding(8, 4), nn.Linear(4, CLASSES)
+        super().__init__(encoder=nn.Linear(6, 4), book=nn.Embedding(8, 4), head=nn.Linear(4, CLASSES))
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         h = Rounded.apply(self.encoder(x) * 8) / 8
@@ -199,12 +193,11 @@ class Quantized(nn.Module):
         return losses + F.cross_entropy(self.head(h + (entry - h).detach()), target)
 
 
-class Contrastive(nn.Module):
+class Contrastive(Parts):
     """Compares two views of each example with those of all examples of the batch, on all devices."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(6, 4), nn.Linear(6, 4)
+        super().__init__(one=nn.Linear(6, 4), other=nn.Linear(6, 4))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         one, other = F.normalize(self.one(x), dim=-1), F.normalize(self.other(y), dim=-1)
@@ -217,12 +210,11 @@ def views(num_examples: int, generator: torch.Generator) -> Batch:
     return {key: numbers(num_examples, generator, 6) for key in "xy"}
 
 
-class Penalized(nn.Module):
+class Penalized(Parts):
     """A critic whose gradient by its input is kept near 1 (`torch.autograd.grad` with ``create_graph``)."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+        super().__init__(net=nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         between = (0.3 * x + 0.7 * y).requires_grad_()
@@ -230,12 +222,11 @@ class Penalized(nn.Module):
         return (self.net(x) - self.net(y)).mean() + (slope.norm(dim=-1) - 1).square().mean()
 
 
-class Tree(nn.Module):
+class Tree(Parts):
     """Reads an expression by recursion over a tree that the data describe."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.leaf, self.join, self.head = nn.Embedding(9, 6), nn.Linear(12, 6), nn.Linear(6, CLASSES)
+        super().__init__(leaf=nn.Embedding(9, 6), join=nn.Linear(12, 6), head=nn.Linear(6, CLASSES))
 
     def read(self, words: torch.Tensor, cuts: list[int]) -> torch.Tensor:
         if len(words) == 1:
@@ -269,12 +260,11 @@ class EarlyExit(nn.Module):
         return scores
 
 
-class PerExample(nn.Module):
+class PerExample(Parts):
     """Adds the squared norm of each example's gradient, by vmap of a gradient."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(6) * 0.5)
+        super().__init__(weight=nn.Parameter(torch.randn(6) * 0.5))
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         def loss(weight: torch.Tensor, own: torch.Tensor, label: torch.Tensor) -> torch.Tensor:

@@ -4,16 +4,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from zoo_models import (
-    BATCH_NORM,
-    CLASSES,
-    Batch,
-    ZooModel,
-    classes,
-    numbers,
-    of_hugging_face,
-    pictures,
-)
+from zoo_models import BATCH_NORM, CLASSES, Batch, ZooModel, classes, numbers, of_hugging_face, pictures
 
 NO_DROPOUT: dict[str, Any] = dict.fromkeys(
     (
@@ -83,10 +74,7 @@ def segmented(num_examples: int, generator: torch.Generator) -> Batch:
 
 
 def films(num_examples: int, generator: torch.Generator) -> Batch:
-    return {
-        "pixel_values": numbers(num_examples, generator, 2, 3, 8, 8),
-        "labels": classes(num_examples, generator),
-    }
+    return {"pixel_values": numbers(num_examples, generator, 2, 3, 8, 8), "labels": classes(num_examples, generator)}
 
 
 def half_hidden(num_examples: int, generator: torch.Generator) -> Batch:
@@ -130,10 +118,8 @@ MODELS = [
         "ViTMAEForPreTraining",
         half_hidden,
         VIT,
-        decoder_hidden_size=16,
-        decoder_num_hidden_layers=1,
-        decoder_num_attention_heads=2,
-        decoder_intermediate_size=24,
+        {"decoder_hidden_size": 16, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 2},
+        {"decoder_intermediate_size": 24},
     ),
     classifier("Swin", "Swin", 16, SWIN, run_by="test-slow"),
     classifier("Swin v2", "Swinv2", 16, SWIN),
@@ -146,11 +132,7 @@ MODELS = [
         "MobileNetV2",
         32,
         NO_DROPOUT,
-        depth_multiplier=0.1,
-        depth_divisible_by=4,
-        min_depth=4,
-        image_size=32,
-        num_labels=CLASSES,
+        {"depth_multiplier": 0.1, "depth_divisible_by": 4, "min_depth": 4, "image_size": 32, "num_labels": CLASSES},
         couples=BATCH_NORM,
     ),
     classifier(
@@ -158,12 +140,8 @@ MODELS = [
         "MobileViT",
         32,
         NO_DROPOUT,
-        image_size=32,
-        hidden_sizes=[8, 12, 12],
-        neck_hidden_sizes=[4, 4, 8, 8, 12, 12, 16],
-        num_attention_heads=2,
-        patch_size=2,
-        num_labels=CLASSES,
+        {"image_size": 32, "hidden_sizes": [8, 12, 12], "neck_hidden_sizes": [4, 4, 8, 8, 12, 12, 16]},
+        {"num_attention_heads": 2, "patch_size": 2, "num_labels": CLASSES},
         couples=BATCH_NORM,
     ),
     of_hugging_face(
@@ -171,10 +149,7 @@ MODELS = [
         "SegformerForSemanticSegmentation",
         segmented,
         PYRAMID,
-        sr_ratios=[2, 1],
-        num_attention_heads=[1, 2],
-        mlp_ratios=[2, 2],
-        decoder_hidden_size=8,
+        {"sr_ratios": [2, 1], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2], "decoder_hidden_size": 8},
         couples=BATCH_NORM,
         run_by="test-slow",
     ),
@@ -184,11 +159,8 @@ MODELS = [
         "BeitForSemanticSegmentation",
         segmented,
         VIT,
-        image_size=16,
-        num_hidden_layers=4,
-        out_indices=[1, 2, 3, 4],
-        pool_scales=[1, 2],
-        auxiliary_channels=8,
+        {"image_size": 16, "num_hidden_layers": 4, "out_indices": [1, 2, 3, 4], "pool_scales": [1, 2]},
+        {"auxiliary_channels": 8},
         couples=BATCH_NORM,
     ),
     of_hugging_face("VideoMAE", "VideoMAEForVideoClassification", films, VIT, num_frames=2, tubelet_size=2),
@@ -197,12 +169,8 @@ MODELS = [
         "BiT",
         "Bit",
         16,
-        embedding_size=8,
-        hidden_sizes=[8, 16],
-        depths=[1, 1],
-        num_groups=2,
-        layer_type="preactivation",
-        num_labels=CLASSES,
+        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "num_groups": 2},
+        {"layer_type": "preactivation", "num_labels": CLASSES},
         run_by="test-slow",
     ),
     classifier(
@@ -210,14 +178,8 @@ MODELS = [
         "FocalNet",
         16,
         NO_DROPOUT,
-        image_size=16,
-        patch_size=2,
-        embed_dim=8,
-        hidden_sizes=[8, 16],
-        depths=[1, 1],
-        focal_levels=[1, 1],
-        focal_windows=[3, 3],
-        num_labels=CLASSES,
+        {"image_size": 16, "patch_size": 2, "embed_dim": 8, "hidden_sizes": [8, 16], "depths": [1, 1]},
+        {"focal_levels": [1, 1], "focal_windows": [3, 3], "num_labels": CLASSES},
     ),
     of_hugging_face(
         "ImageGPT",
@@ -231,14 +193,8 @@ MODELS = [
         "Swin2SRForImageSuperResolution",
         enlarged,
         NO_DROPOUT,
-        image_size=8,
-        patch_size=1,
-        embed_dim=8,
-        depths=[1],
-        num_heads=[2],
-        window_size=4,
-        upscale=2,
-        mlp_ratio=2.0,
+        {"image_size": 8, "patch_size": 1, "embed_dim": 8, "depths": [1], "num_heads": [2], "window_size": 4},
+        {"upscale": 2, "mlp_ratio": 2.0},
         loss_fn=difference,
     ),
     of_hugging_face(
@@ -246,13 +202,8 @@ MODELS = [
         "DPTForDepthEstimation",
         with_depths,
         VIT,
-        image_size=32,
-        patch_size=8,
-        num_hidden_layers=4,
-        backbone_out_indices=[0, 1, 2, 3],
-        neck_hidden_sizes=[8, 8, 8, 8],
-        fusion_hidden_size=8,
-        is_hybrid=False,
+        {"image_size": 32, "patch_size": 8, "num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]},
+        {"neck_hidden_sizes": [8, 8, 8, 8], "fusion_hidden_size": 8, "is_hybrid": False},
         loss_fn=depth_error,
     ),
 ]

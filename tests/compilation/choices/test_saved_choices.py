@@ -65,11 +65,7 @@ def test_what_others_have_chosen_is_left_aside() -> None:
 @pytest.mark.parametrize(
     ("choices", "error", "text"),
     [
-        (
-            [],
-            ValueError,
-            r"(?s)'choices' is not a dict of devices_per_worker and sent_as_factors.*it is \[\]",
-        ),
+        ([], ValueError, r"(?s)'choices' is not a dict of devices_per_worker and sent_as_factors.*it is \[\]"),
         ({**MIDDLE, "sent_as_factors": 3}, TypeError, "'sent_as_factors' is not a list of names"),
     ],
 )

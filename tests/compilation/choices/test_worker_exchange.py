@@ -137,8 +137,7 @@ def test_devices_that_read_no_others_memory_have_whole_sums_to_send() -> None:
 
 def test_factors_need_what_makes_them() -> None:
     with pytest.raises(
-        ValueError,
-        match=r"(?s)cannot be used with this pipeline.*the pass 'factor-gradients'.*exact_order=True",
+        ValueError, match=r"(?s)cannot be used with this pipeline.*the pass 'factor-gradients'.*exact_order=True"
     ):
         prepared(exchange="factors", exact_order=True)
     with pytest.raises(ValueError, match="exchange='factors' cannot be used over workers that have different numbers"):

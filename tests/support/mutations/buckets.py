@@ -10,11 +10,7 @@ import torch
 
 from mirrorc.ir.buckets import Bucket, Slot
 from mirrorc.ir.program import Program, Stage
-from mutations.places import (
-    pairs_alike,
-    with_bucket,
-    without,
-)
+from mutations.places import pairs_alike, with_bucket, without
 from mutations.table import Edit, breaks
 
 
