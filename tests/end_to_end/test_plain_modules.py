@@ -307,7 +307,7 @@ def seeded(make: Callable[[], nn.Module]) -> nn.Module:
     return same_each_time(lambda: make().double())
 
 
-def batch(*shape: int, seed: int = 0) -> dict[str, torch.Tensor]:
+def shaped_batch(*shape: int, seed: int = 0) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
     return {"x": x, "target": torch.randint(3, shape[:1], generator=generator)}
@@ -368,7 +368,10 @@ def test_no_view_depends_on_the_layout_of_a_normalization() -> None:
     model = seeded(TimeSeriesLayer)
     for mode in (model.train, model.eval):
         mode()
-        batches = [batch(1, 5, 8, seed=seed) if model.training else batch(4, 5, 8, seed=seed) for seed in range(3)]
+        batches = [
+            shaped_batch(1, 5, 8, seed=seed) if model.training else shaped_batch(4, 5, 8, seed=seed)
+            for seed in range(3)
+        ]
         devices = 1 if model.training else 2
         assert_trains_alike(model, SGD, batches, devices, F.cross_entropy, tolerance=TOLERANCE)
 
@@ -390,7 +393,7 @@ def test_operators_that_need_a_layout_get_it() -> None:
 
 def check(model: nn.Module) -> None:
     model = model.double()
-    batches = [batch(4, 3, 4, seed=seed) for seed in range(2)]
+    batches = [shaped_batch(4, 3, 4, seed=seed) for seed in range(2)]
     assert_trains_alike(model, SGD, batches, 2, F.cross_entropy, tolerance=TOLERANCE)
 
 
@@ -413,7 +416,7 @@ def test_a_view_of_another_value_is_addressed_from_its_own_first_element() -> No
     """With an offset that counts from the first element of what is viewed."""
     model = seeded(lambda: Strided(lambda x, y: (x * 2)[:, 1:].as_strided((len(x), 2, 4), (12, 4, 1))))
     with compiled_step(model, F.cross_entropy, optimizer=SGD) as step:
-        data = batch(4, 3, 4)
+        data = shaped_batch(4, 3, 4)
         expected = F.cross_entropy(model(data["x"]), data["target"]).detach()
         assert relative_error(step(**data), expected) < TOLERANCE
         offsets = [
@@ -442,4 +445,4 @@ REFUSED: list[tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], type[E
 def test_what_as_strided_cannot_address_is_refused(shape: Any, error: type[Exception], words: str) -> None:
     step = compiled_step(seeded(lambda: Strided(shape)), F.cross_entropy)
     with step, pytest.raises(error, match=f"(?s){words}"):
-        step(**batch(4, 3, 4))
+        step(**shaped_batch(4, 3, 4))
