@@ -140,9 +140,9 @@ _OF_ZOO = ("loss_fn", "rung", "why", "run_by", "couples", "narrow", "dtype", "wa
 
 def of_hugging_face(name: str, kind: str, batch: BatchMaker, *parts: dict[str, Any], **more: Any) -> ZooModel:
     """A model of Hugging Face; what is no field of `ZooModel` is of its configuration."""
-    given = {key: value for part in (*parts, more) for key, value in part.items()}
-    fields = {key: given.pop(key) for key in _OF_ZOO if key in given}
-    return ZooModel(name, hugging_face(kind, given), batch, **fields)
+    config = {key: value for part in (*parts, more) for key, value in part.items()}
+    fields = {key: config.pop(key) for key in _OF_ZOO if key in config}
+    return ZooModel(name, hugging_face(kind, config), batch, **fields)
 
 
 def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
