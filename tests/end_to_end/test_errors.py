@@ -452,7 +452,7 @@ def test_a_step_after_close(is_called_before: bool) -> None:
 def test_no_program_before_the_first_call() -> None:
     with compile_mlp() as step:
         for read in (lambda: step.program, lambda: step.graphs, lambda: step.variables, step.memory):
-            with refuses(ExecutionError, "no program yet"):
+            with refuses(ExecutionError, "no program yet", "step.prepare(x, y)"):
                 read()
 
 
