@@ -109,6 +109,7 @@ COVERED = {
 """The file and the test that has the property of a row, where it is none here."""
 
 
+@pytest.mark.fast
 def test_page_each_row_has_a_test_and_each_test_a_row() -> None:
     tests = [name.removeprefix("test_") for name in globals() if name.startswith("test_")]
     tests = [name.replace("_", "-") for name in tests if not name.startswith("page_")]

@@ -317,7 +317,6 @@ def loss_of_two(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(output[:, :2], target)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("place", ["attribute", "dict"])
 def test_a_cached_mask_is_kept_as_in_plain_pytorch(place: str) -> None:
     plain, found = assert_trains_as_plainly(lambda: (Masks(place), loss_of_two), 6, 5)
@@ -326,7 +325,6 @@ def test_a_cached_mask_is_kept_as_in_plain_pytorch(place: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*masks, strict=True) if a is not None)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_a_model_whose_cache_is_filled_is_captured(evaluates: bool) -> None:
     how = []
