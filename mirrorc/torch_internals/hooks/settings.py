@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.utils import parametrize
 from torch.optim import optimizer as of_all
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -243,3 +244,13 @@ def runs_transform(*tensors: torch.Tensor | None) -> bool:
 def is_dense(tensor: torch.Tensor) -> bool:
     """True if the elements fill the memory without gaps or overlaps, in any order."""
     return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
+
+
+def parametrization_cache() -> dict[tuple[int, str], torch.Tensor | None]:
+    """The current cache; it is replaced at the end of ``cached()``."""
+    cache: dict[tuple[int, str], torch.Tensor | None] = parametrize._cache
+    return cache
+
+
+def caches_parametrizations() -> bool:
+    return bool(parametrize._cache_enabled)

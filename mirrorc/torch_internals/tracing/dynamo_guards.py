@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import threading
@@ -23,9 +24,9 @@ import torch
 from torch import nn
 
 from mirrorc.torch_internals.aot.joint_graph import NumberInput
+from mirrorc.torch_internals.hooks.settings import is_structured_trace_on
 from mirrorc.torch_internals.numbers.drawn_numbers import DrawnNumbers, Generators, is_drawn
 from mirrorc.torch_internals.numbers.host_numbers import HostNumbers, is_ordinary, plain_number
-from mirrorc.torch_internals.tracing.metrics import guards_not_timed, metrics_if_heard
 from mirrorc.torch_internals.tracing.source_names import in_users_words, source_words
 from mirrorc.torch_internals.tracing.traced_methods import TracedMethods
 
@@ -300,3 +301,29 @@ def _is_needed(name: str, kind: str) -> bool:
 
 class GuardsChange(Exception):
     """Raised if a guarded value changes before the trace ends. The text names the value."""
+
+
+@contextlib.contextmanager
+def metrics_if_heard() -> Iterator[None]:
+    """Makes Dynamo report metrics only into a structured trace.
+
+    Reports take as long as building guards, and torch 2.11 logs an error about function-valued settings.
+    """
+    from torch._dynamo.utils import get_metrics_context
+
+    context = get_metrics_context()
+    report = context._on_exit if is_structured_trace_on() else lambda *_: None
+    with (
+        patch.object(logging.getLogger("torch._dynamo.metrics_context"), "disabled", True),
+        patch.object(context, "_on_exit", report),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def guards_not_timed() -> Iterator[None]:
+    """Keeps Dynamo from timing new guards, because this flushes the processor's caches (20 ms and more)."""
+    from torch._dynamo import guards
+
+    with patch.object(guards, "profile_guard_manager", lambda *_: 0.0):
+        yield

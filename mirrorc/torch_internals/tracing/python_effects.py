@@ -18,20 +18,18 @@ from unittest.mock import patch
 from torch import nn
 
 from mirrorc.torch_internals.tracing.source_names import SourceWords, source_words
-from mirrorc.torch_internals.tracing.traced_containers import (
-    ChangedContainer,
-    MadeContainer,
-    changed_containers,
-    made_container,
-)
 from mirrorc.torch_internals.tracing.tracked_values import (
     MISSING,
+    ChangedContainer,
+    MadeContainer,
     attribute_of,
+    changed_containers,
     changed_items,
     content_of,
     evaluated,
     is_same,
     items_of,
+    made_container,
     replace_items,
     source_name,
     stand_in,

@@ -18,10 +18,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from mirrorc.torch_internals.aot.export_cleanup import no_states_of_gpus, ordered_linalg_checks, remove_effect_tokens
-from mirrorc.torch_internals.aot.joint_graph import JointGraph
+from mirrorc.torch_internals.aot.joint_graph import (
+    JointGraph,
+    no_states_of_gpus,
+    ordered_linalg_checks,
+    remove_effect_tokens,
+)
 from mirrorc.torch_internals.fx.graphs import lazy_graph_modules
-from mirrorc.torch_internals.numbers.drawn_numbers import taken_draws
+from mirrorc.torch_internals.numbers.drawn_numbers import observed_cached_draws, observed_draws, taken_draws
 from mirrorc.torch_internals.numbers.host_numbers import NumbersGivenUp
 from mirrorc.torch_internals.numbers.number_tensors import BUFFER, take_numbers_as_tensors
 from mirrorc.torch_internals.numbers.number_trace import traced_numbers
@@ -38,13 +42,12 @@ from mirrorc.torch_internals.tracing.dynamo_guards import (
     captured_output,
     guarded_descriptors,
     guarded_results,
+    metrics_if_heard,
     scope_of_guards,
     traced_globals,
 )
-from mirrorc.torch_internals.tracing.graph_inputs import read_variables_from_module
-from mirrorc.torch_internals.tracing.metrics import metrics_if_heard
+from mirrorc.torch_internals.tracing.graph_interface import read_variables_from_module
 from mirrorc.torch_internals.tracing.python_effects import PythonEffects, observed_effects, reported_functions
-from mirrorc.torch_internals.tracing.random_draws import observed_cached_draws, observed_draws
 from mirrorc.torch_internals.tracing.source_names import source_words
 
 
