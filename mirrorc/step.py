@@ -40,8 +40,7 @@ from mirrorc.runtime.profiling.prediction import Foundations
 from mirrorc.runtime.state.optimizers.loss_scale import LossScale
 from mirrorc.runtime.state.replica_check import make_state
 from mirrorc.runtime.state.shared.open_states import held_state
-from mirrorc.user.loop_warnings import GradientHabits
-from mirrorc.user.thread_modes import CallersModes
+from mirrorc.user.loop_warnings import CallersModes, GradientHabits
 
 _T = TypeVar("_T")
 

@@ -1,4 +1,4 @@
-"""Warns of calls without effect beside a compiled step, such as clipping, ``optimizer.step()`` and backward."""
+"""Warns of calls without effect beside a compiled step, such as clipping and backward, and of modes of the caller's thread."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import gc
 import warnings
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from mirrorc.messages.problem import message, problem
 from mirrorc.messages.source_lines import users_stack_level
-from mirrorc.torch_internals import observe_clipping, observe_zero_grad
+from mirrorc.torch_internals import (
+    dispatch_modes,
+    has_hooks_on_saved_tensors,
+    no_torch_function,
+    observe_clipping,
+    observe_zero_grad,
+)
 from mirrorc.user.optimizer_groups import OptimizerGroups
 
 _HOOK = "optimizer.register_step_pre_hook(hook), once, for anything else to be done to gradients before the update"
@@ -154,3 +160,98 @@ def _warn_of_clipping(function: str, parameters: Sequence[torch.Tensor]) -> None
         return
     for habits in list(_watching):
         habits.warn_of_clipping(function, parameters)
+
+
+class CallersModes:
+    """Warns of modes of the caller's thread. ``captures``: the step runs a captured backward, not one of plain PyTorch."""
+
+    def __init__(self, *, captures: bool) -> None:
+        self._captures = captures
+        self._warned: set[str] = set()
+
+    def look(self, *, trains: bool) -> None:
+        """``trains``: the step saves values for backward."""
+        for kind in dispatch_modes():
+            self._warn(
+                kind,
+                message(
+                    f"MC3208: a compiled call was made within {kind}, a TorchDispatchMode, which does not see what devices run",
+                    "a mode belongs to a thread, and each device has its own",
+                    "use the mode around the plain model, on one device",
+                ),
+            )
+        if trains and has_hooks_on_saved_tensors():
+            self._warn(
+                "hooks",
+                message(
+                    "MC3208: a compiled call was made within saved_tensors_hooks, or save_on_cpu, which get nothing of it",
+                    "devices keep values for backward in threads of their own",
+                    (
+                        "enter them in forward, which then runs as plain PyTorch",
+                        "memory=mirrorc.Memory(activations='50%') of mirrorc.compile, for a step that keeps less",
+                    ),
+                ),
+            )
+
+        if trains and self._captures and torch.is_anomaly_enabled():
+            self._warn(
+                "anomalies",
+                message(
+                    "MC3208: a compiled call was made within detect_anomaly, which sees nothing of its backward",
+                    "devices run a program, not autograd's functions",
+                    (
+                        "mirrorc.compile(..., check_finite=True), which names the gradient that is not finite",
+                        "compiler=mirrorc.Compiler(capture='autograd'), whose backward it sees",
+                    ),
+                ),
+            )
+
+    def _warn(self, kind: str, message: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(message, stacklevel=users_stack_level())
+
+
+class TrainedLoss(torch.Tensor):
+    """A loss whose backward the step has already run: ``loss.backward()`` only warns.
+
+    Products and quotients with a number, as for accumulation in libraries, are a `TrainedLoss`, too. All other results,
+    copies and saved values are plain tensors.
+    """
+
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        if self.requires_grad:  # something was added in place
+            super().backward(*args, **kwargs)
+            return
+        warnings.warn(
+            message(
+                "MC3201: loss.backward() did nothing",
+                "the call that returned it has run backward by itself",
+                "leave loss.backward() out",
+            ),
+            stacklevel=users_stack_level(),
+        )
+
+    def __mul__(self, factor: Any) -> torch.Tensor:
+        return _kept(self.as_subclass(torch.Tensor) * factor, factor)
+
+    def __truediv__(self, divisor: Any) -> torch.Tensor:
+        return _kept(self.as_subclass(torch.Tensor) / divisor, divisor)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.as_subclass(torch.Tensor))
+
+    def __format__(self, spec: str) -> str:
+        return format(self.as_subclass(torch.Tensor), spec)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor).__deepcopy__(memo)
+
+
+def _kept(scaled: torch.Tensor, factor: Any) -> torch.Tensor:
+    return scaled.as_subclass(TrainedLoss) if isinstance(factor, int | float) else scaled

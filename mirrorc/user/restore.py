@@ -1,9 +1,10 @@
-"""Restores models, and the objects in them, after a block."""
+"""Restores models, and the objects in them, after a block; the slots of classes."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -175,3 +176,11 @@ class _SavedTensor:
             tensor.requires_grad_(self._requires_grad)
         if tensor.grad is not self._gradient:
             tensor.grad = self._gradient
+
+
+def slots_of(cls: type) -> tuple[types.MemberDescriptorType, ...]:
+    """Slots of a class and its bases. They access attributes without the class's methods."""
+    with_slots = [vars(base) for base in cls.__mro__ if "__slots__" in vars(base)]
+    return tuple(
+        member for names in with_slots for member in names.values() if type(member) is types.MemberDescriptorType
+    )

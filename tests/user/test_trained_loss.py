@@ -12,7 +12,7 @@ from tiny_programs import sgd_step
 from torch import nn
 
 from mirrorc.torch_internals import as_subclass
-from mirrorc.user.trained_loss import TrainedLoss
+from mirrorc.user.loop_warnings import TrainedLoss
 
 
 def loss_of(value: float = 2.5) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from mirrorc.capture.call.packed_sequences import PaddedSequences, packed_or_padded, padded_parts
 from mirrorc.messages.problem import problem
-from mirrorc.user.slots import slots_of
+from mirrorc.user.restore import slots_of
 
 
 class Parts(NamedTuple):

@@ -21,6 +21,7 @@ from mirrorc.capture.eager.carried_state import CarriedState
 from mirrorc.capture.eager.eager_run import (
     Recorded,
     Run,
+    RunGradients,
     ThreadModes,
     note_reach,
     parameter_of_run,
@@ -31,7 +32,6 @@ from mirrorc.capture.eager.module_copies import ModuleCopy
 from mirrorc.capture.eager.rng_streams import ReplicaStream, generator_states
 from mirrorc.capture.eager.run_exchange import Others, RunExchange, not_joined
 from mirrorc.capture.eager.run_outputs import difference, read_run
-from mirrorc.capture.eager.streamed_gradients import RunGradients
 from mirrorc.capture.eager.value_comparison import have_same_bits
 from mirrorc.capture.model.transient_attributes import CARRIED, AssignedAttributeError, Attribute
 from mirrorc.custom_ops.eager_calls import RunInputs, UsedParameters

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mirrorc.capture.eager.item_sources import Refusing, Source, is_users_class, stand_in_for
-from mirrorc.capture.eager.user_generators import states_of
+from mirrorc.capture.eager.shared_sources import Refusing, Source, is_users_class, stand_in_for, states_of
 from mirrorc.capture.eager.value_comparison import PLAIN, are_equal, requires_gradient
 from mirrorc.capture.model.function_module import global_names, used_globals
 from mirrorc.user.restore import (
@@ -32,8 +31,8 @@ from mirrorc.user.restore import (
     refill,
     restored,
     run_all,
+    slots_of,
 )
-from mirrorc.user.slots import slots_of
 
 _ABSENT = object()
 _OF_MODULES = frozenset(vars(nn.Module()))

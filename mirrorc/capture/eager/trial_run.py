@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from mirrorc.capture.call.evaluation_call import EvaluationCall
 from mirrorc.capture.call.traced_outputs import TracedOutputs, UnreadableOutputError
-from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.call.training_call import EvaluationCall, TrainingCall
 from mirrorc.capture.diagnostics.capture_errors import (
     HooksMissingError,
     NoGradientError,
@@ -36,7 +35,7 @@ from mirrorc.capture.eager.python_state import Changes
 from mirrorc.capture.eager.rng_streams import ReplicaStream
 from mirrorc.capture.eager.run_exchange import advances_state
 from mirrorc.capture.eager.run_outputs import difference
-from mirrorc.capture.eager.user_generators import refused_draws
+from mirrorc.capture.eager.shared_sources import refused_draws
 from mirrorc.capture.eager.value_comparison import have_same_bits
 from mirrorc.capture.model.hf_output_hooks import HOOKS_ARE_INSTALLED
 from mirrorc.capture.model.transient_attributes import (

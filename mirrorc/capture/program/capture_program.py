@@ -28,20 +28,22 @@ from mirrorc.capture.diagnostics.identical_buffers import aggregation_alike
 from mirrorc.capture.diagnostics.lone_examples import refuse_undefined, undefined_in
 from mirrorc.capture.diagnostics.loss_reduction import notes_on_reductions
 from mirrorc.capture.diagnostics.python_effects import Note
-from mirrorc.capture.diagnostics.scale_grad_by_freq import notes_on_counted_lookups
 from mirrorc.capture.diagnostics.time_first import refuse_split_time
 from mirrorc.capture.diagnostics.weighted_means import differences_in, remarks_on
 from mirrorc.capture.diagnostics.written_rows import notes_on_rows
-from mirrorc.capture.front_ends.front_end import AUTO, FrontEnd, front_end_named
-from mirrorc.capture.front_ends.state_guards import AllGuards
+from mirrorc.capture.front_ends.front_end import AUTO, AllGuards, FrontEnd, front_end_named
 from mirrorc.capture.model.model_state import ModelState, free_name
-from mirrorc.capture.program.captured_graph import CapturedGraph
+from mirrorc.capture.program.captured_graph import CapturedGraph, capture, outputs_for
 from mirrorc.capture.program.gathered_rows import GatheredRows
-from mirrorc.capture.program.number_inputs import captured_with_numbers, remarks_on_numbers, with_numbers_of_each
-from mirrorc.capture.program.shard_capture import capture, outputs_for
-from mirrorc.capture.program.symbolic_inputs import SymbolicSizes, with_equal_sizes
+from mirrorc.capture.program.number_inputs import (
+    SymbolicSizes,
+    captured_with_numbers,
+    remarks_on_numbers,
+    with_equal_sizes,
+    with_numbers_of_each,
+)
 from mirrorc.capture.rewrites.replica_exchanges import refuse_replica_values, refuse_stale_buffers
-from mirrorc.capture.rewrites.sparse_lookups import refuse_split_offsets
+from mirrorc.capture.rewrites.sparse_lookups import notes_on_counted_lookups, refuse_split_offsets
 from mirrorc.custom_ops.eager_calls import take_gradient
 from mirrorc.custom_ops.replica_collectives import gathering
 from mirrorc.errors import CaptureError

@@ -11,7 +11,7 @@ from transformers import BertConfig, BertModel
 from transformers.models.hubert import modeling_hubert
 from transformers.models.wav2vec2 import modeling_wav2vec2
 
-from mirrorc.capture.dynamo.spec_augment import masked_spans, masking_functions
+from mirrorc.capture.dynamo.traced_substitutes import masked_spans, masking_functions
 
 ROWS = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]])
 

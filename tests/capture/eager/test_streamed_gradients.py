@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from mirrorc.capture.eager.carried_state import CarriedState
-from mirrorc.capture.eager.eager_run import Run
+from mirrorc.capture.eager.eager_run import Run, RunGradients
 from mirrorc.capture.eager.module_copies import ModuleCopy
-from mirrorc.capture.eager.streamed_gradients import RunGradients
 from mirrorc.custom_ops.eager_calls import UsedParameters
 from mirrorc.errors import ExecutionError
 
