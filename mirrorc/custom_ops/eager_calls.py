@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, cast
 import torch
 from torch import fx
 
-_LIBRARY = torch.library.Library("mirrorc", "FRAGMENT")
+from mirrorc.custom_ops.registration import FIXED_STRIDES, register
 
 
 class UsedParameters:
@@ -177,46 +177,13 @@ def _like(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 _ARGUMENTS = "int call, Tensor? seed, Tensor[] leaves, Tensor[] parameters, Tensor[] buffers"
 _RESULTS = "int[] written, ScalarType[] output_dtypes, int[] output_sizes, *, bool exchanges=False"
-_LIBRARY.define(
-    f"run_forward({_ARGUMENTS}, ScalarType loss_dtype, {_RESULTS}) -> Tensor[]",
-    tags=(torch.Tag.needs_fixed_stride_order,),
-)
-_LIBRARY.define(
-    f"run_evaluation({_ARGUMENTS}, ScalarType? loss_dtype, {_RESULTS}) -> Tensor[]",
-    tags=(torch.Tag.needs_fixed_stride_order,),
-)
-_LIBRARY.define(
-    "take_gradient(int call, Tensor token, Tensor? tangent, Tensor like, int place, Tensor[]? tangents=None) -> Tensor",
-    tags=(torch.Tag.needs_fixed_stride_order,),
-)
-_LIBRARY.impl(
-    "run_forward",
-    lambda call, *args, **_: _call_of(call).forward(RunInputs(*args[:4])),
-    "CompositeExplicitAutograd",
-)
-_LIBRARY.impl(
-    "run_evaluation",
-    lambda call, *args, **_: _call_of(call).evaluation(RunInputs(*args[:4])),
-    "CompositeExplicitAutograd",
-)
-_LIBRARY.impl(
-    "take_gradient",
-    lambda call, token, tangent, _, place, tangents=None: _call_of(call).gradient(
-        token, tangent, place, tangents or ()
-    ),
-    "CompositeExplicitAutograd",
-)
-torch.library.register_fake(
-    "mirrorc::run_forward",
-    lambda *args, **_: _fake_results([torch.empty((), dtype=torch.int64, device="cpu")], *args),
-    lib=_LIBRARY,
-)
-torch.library.register_fake("mirrorc::run_evaluation", lambda *args, **_: _fake_results([], *args), lib=_LIBRARY)
-torch.library.register_fake(
-    "mirrorc::take_gradient", lambda call, token, tangent, like, place, tangents=None: _like([like])[0], lib=_LIBRARY
-)
 
-run_forward = torch.ops.mirrorc.run_forward.default
+run_forward = register(
+    f"run_forward({_ARGUMENTS}, ScalarType loss_dtype, {_RESULTS}) -> Tensor[]",
+    lambda call, *args, **_: _call_of(call).forward(RunInputs(*args[:4])),
+    lambda *args, **_: _fake_results([torch.empty((), dtype=torch.int64, device="cpu")], *args),
+    tags=FIXED_STRIDES,
+)
 """``run_forward(call, seed, leaves, parameters, buffers, loss_dtype, written, output_dtypes, output_sizes)`` is
 `OpaqueRuns.forward`; ``exchanges=True`` if replicas exchange values in it.
 
@@ -224,7 +191,14 @@ Results: the loss, a scalar; a token, an int64 on the CPU; new values of the buf
 ``output_sizes`` has the form of `sizes_of`. Python side effects of the call must not last.
 """
 
-take_gradient = torch.ops.mirrorc.take_gradient.default
+take_gradient = register(
+    "take_gradient(int call, Tensor token, Tensor? tangent, Tensor like, int place, Tensor[]? tangents=None) -> Tensor",
+    lambda call, token, tangent, _, place, tangents=None: _call_of(call).gradient(
+        token, tangent, place, tangents or ()
+    ),
+    lambda call, token, tangent, like, place, tangents=None: _like([like])[0],
+    tags=FIXED_STRIDES,
+)
 """``take_gradient(call, token, tangent, like, place, tangents)`` is `OpaqueRuns.gradient` for the tensor at ``place``,
 which is ``like``.
 
@@ -232,7 +206,12 @@ which is ``like``.
 gradients of a token. Each gradient may be taken once, in any order, even while backward computes others.
 """
 
-run_evaluation = torch.ops.mirrorc.run_evaluation.default
+run_evaluation = register(
+    f"run_evaluation({_ARGUMENTS}, ScalarType? loss_dtype, {_RESULTS}) -> Tensor[]",
+    lambda call, *args, **_: _call_of(call).evaluation(RunInputs(*args[:4])),
+    lambda *args, **_: _fake_results([], *args),
+    tags=FIXED_STRIDES,
+)
 """`OpaqueRuns.evaluation`: `run_forward` without a token, and without a loss if ``loss_dtype`` is None."""
 
 OPAQUE = (run_forward, take_gradient, run_evaluation)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from mirrorc.custom_ops.registration import FIXED_STRIDES, register
 from mirrorc.custom_ops.run_tokens import RunTokens
 from mirrorc.torch_internals import recorded_by_autograd, weights_for_cudnn
 
-_LIBRARY = torch.library.Library("mirrorc", "FRAGMENT")
 _RECORDED = {"lstm": 20, "gru": 8, "rnn_tanh": 3, "rnn_relu": 3}
 """The most values that autograd saves per unit, step and example. The largest is oneDNN's workspace for an LSTM."""
 
@@ -114,12 +114,6 @@ def _backward(
     return distinct
 
 
-def _fake_backward(
-    gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], token: torch.Tensor, places: Sequence[int]
-) -> list[torch.Tensor]:
-    return [inputs[place].new_empty(inputs[place].shape) for place in places]
-
-
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch.Tensor]) -> None:
     values, _, states, parameters, *_ = inputs
     ctx.num_states = len(states)
@@ -136,22 +130,15 @@ def _differentiated(ctx: Any, gradients: Sequence[torch.Tensor]) -> tuple[Any, .
     return of_values, None, others[: ctx.num_states], others[ctx.num_states :], *[None] * 6
 
 
-_TAGS = (torch.Tag.needs_fixed_stride_order,)
-_LIBRARY.define(
+recurrent = register(
     "recurrent(Tensor values, str kind, Tensor[] states, Tensor[] parameters, Tensor? lengths, bool has_biases, "
     "int num_layers, bool bidirectional, ScalarType? products, bool is_recorded) -> Tensor[]",
-    tags=_TAGS,
+    _forward,
+    _fake_forward,
+    tags=FIXED_STRIDES,
+    gradient=_differentiated,
+    keep=_keep,
 )
-_LIBRARY.define(
-    "recurrent_backward(Tensor[] gradients, Tensor[] inputs, Tensor token, int[] places) -> Tensor[]", tags=_TAGS
-)
-_LIBRARY.impl("recurrent", _forward, "CompositeExplicitAutograd")
-_LIBRARY.impl("recurrent_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("mirrorc::recurrent", _fake_forward, lib=_LIBRARY)
-torch.library.register_fake("mirrorc::recurrent_backward", _fake_backward, lib=_LIBRARY)
-torch.library.register_autograd("mirrorc::recurrent", _differentiated, setup_context=_keep, lib=_LIBRARY)
-
-recurrent = torch.ops.mirrorc.recurrent.default
 """Layers of `torch.nn.LSTM`, `torch.nn.GRU` or `torch.nn.RNN`, without dropout, by torch's own function.
 
 Args:
@@ -165,7 +152,12 @@ Returns:
     The hidden states of the last layer [time, batch, width], zeros after the ends of sequences; the last states; and a
         token for `recurrent_backward` if ``is_recorded``. Autograd's graph lives as long as the token.
 """
-recurrent_backward = torch.ops.mirrorc.recurrent_backward.default
+recurrent_backward = register(
+    "recurrent_backward(Tensor[] gradients, Tensor[] inputs, Tensor token, int[] places) -> Tensor[]",
+    _backward,
+    lambda gradients, inputs, token, places: [inputs[place].new_empty(inputs[place].shape) for place in places],
+    tags=FIXED_STRIDES,
+)
 """Gradients of the inputs of `recurrent` at ``places`` among its values, states and parameters.
 
 ``gradients`` are gradients of the results of `recurrent`, without the token. Backward may run several times.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-_LIBRARY = torch.library.Library("mirrorc", "FRAGMENT")
+from mirrorc.custom_ops.registration import register
 
 
 def _checked(lengths: torch.Tensor, time: int, is_sorted: bool) -> torch.Tensor:
@@ -24,15 +24,11 @@ def _checked(lengths: torch.Tensor, time: int, is_sorted: bool) -> torch.Tensor:
     return result
 
 
-_LIBRARY.define("checked_lengths(Tensor lengths, int time, bool is_sorted) -> Tensor")
-_LIBRARY.impl("checked_lengths", _checked, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "mirrorc::checked_lengths",
+checked_lengths = register(
+    "checked_lengths(Tensor lengths, int time, bool is_sorted) -> Tensor",
+    _checked,
     lambda lengths, time, is_sorted: lengths.new_empty(lengths.shape, dtype=torch.int64),
-    lib=_LIBRARY,
 )
-
-checked_lengths = torch.ops.mirrorc.checked_lengths.default
 """``checked_lengths(lengths, time, is_sorted)``: a copy of the lengths [batch] as int64.
 
 Raises RuntimeError if a length is not positive or exceeds the time, or if lengths are unsorted despite ``is_sorted``.
