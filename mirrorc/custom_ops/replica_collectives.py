@@ -156,15 +156,11 @@ own_rows_of_sum = register(
 """
 
 replica_number = register(
-    "replica_number(Tensor like) -> Tensor",
-    lambda like: torch.full_like(like, _exchange.get().place),
-    torch.empty_like,
+    "replica_number(Tensor like) -> Tensor", lambda like: torch.full_like(like, _exchange.get().place), torch.empty_like
 )
 """``replica_number(like)``: the number of this replica; 0 in plain PyTorch."""
 
 replica_count = register(
-    "replica_count(Tensor like) -> Tensor",
-    lambda like: torch.full_like(like, _exchange.get().count),
-    torch.empty_like,
+    "replica_count(Tensor like) -> Tensor", lambda like: torch.full_like(like, _exchange.get().count), torch.empty_like
 )
 """``replica_count(like)``: the number of replicas with examples; 1 in plain PyTorch."""

@@ -22,6 +22,7 @@ from mirrorc.torch_internals import (
 from mirrorc.user.optimizer_groups import OptimizerGroups
 
 _HOOK = "optimizer.register_step_pre_hook(hook), once, for anything else to be done to gradients before the update"
+_SCALER = "mirrorc.compile(..., scaler=scaler), for a GradScaler"
 _DONE = "when mirrorc's step returns, it has made its update already, and it leaves no gradients"
 
 
@@ -86,12 +87,10 @@ class GradientHabits:
         if self._with_gradients and not are_used:
             self._warn(
                 "gradients",
-                message(
-                    f"MC3204: {len(self._with_gradients)} parameters had gradients from a backward() or step.gradients() "
-                    "of yours, and the step dropped them",
-                    "it trains on the gradients of its own batch alone",
-                    ("put the other loss into loss_fn or into the model", "optimizer.zero_grad() before the step"),
-                ),
+                f"MC3204: {len(self._with_gradients)} parameters had gradients from a backward() or step.gradients() "
+                "of yours, and the step dropped them",
+                "it trains on the gradients of its own batch alone",
+                ("put the other loss into loss_fn or into the model", "optimizer.zero_grad() before the step"),
             )
 
     def note_step(self) -> None:
@@ -105,42 +104,24 @@ class GradientHabits:
         if self.pending.has_any:
             self._warn(
                 "kept",
-                message(
-                    "MC3202: optimizer.step() found no gradients and did nothing: step.accumulate() keeps them",
-                    "the next call of the step updates with them",
-                    "leave optimizer.step() out, and end the accumulation with step(...) on its last batch",
-                ),
+                "MC3202: optimizer.step() found no gradients and did nothing: step.accumulate() keeps them",
+                "the next call of the step updates with them",
+                "leave optimizer.step() out, and end the accumulation with step(...) on its last batch",
             )
-            return self.has_trained
-        self._warn(
-            "step",
-            message(
-                "MC3202: optimizer.step() found no gradients and did nothing",
-                _DONE,
-                (
-                    "leave optimizer.step() out, or the loop that makes it",
-                    "mirrorc.compile(..., scaler=scaler), for a GradScaler",
-                    _HOOK,
-                ),
-            ),
-        )
+        else:
+            fixes = ("leave optimizer.step() out, or the loop that makes it", _SCALER, _HOOK)
+            self._warn("step", "MC3202: optimizer.step() found no gradients and did nothing", _DONE, fixes)
         return self.has_trained
 
     def warn_of_clipping(self, function: str, parameters: Sequence[torch.Tensor]) -> None:
         if any(id(parameter) in self._parameters and parameter.requires_grad for parameter in parameters):
-            self._warn(
-                "clipping",
-                message(
-                    f"MC3203: {function}() found no gradients and did nothing",
-                    _DONE,
-                    ("mirrorc.compile(..., clip_grad_norm=1.0) or clip_grad_value=, in its place", _HOOK),
-                ),
-            )
+            fixes = ("mirrorc.compile(..., clip_grad_norm=1.0) or clip_grad_value=, in its place", _HOOK)
+            self._warn("clipping", f"MC3203: {function}() found no gradients and did nothing", _DONE, fixes)
 
-    def _warn(self, kind: str, message: str) -> None:
+    def _warn(self, kind: str, *parts: Any) -> None:
         if self.has_trained and kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(message, stacklevel=users_stack_level())
+            warnings.warn(message(*parts), stacklevel=users_stack_level())
 
     def close(self) -> None:
         _watching.discard(self)
@@ -174,42 +155,36 @@ class CallersModes:
         for kind in dispatch_modes():
             self._warn(
                 kind,
-                message(
-                    f"MC3208: a compiled call was made within {kind}, a TorchDispatchMode, which does not see what devices run",
-                    "a mode belongs to a thread, and each device has its own",
-                    "use the mode around the plain model, on one device",
-                ),
+                f"{kind}, a TorchDispatchMode, which does not see what devices run",
+                "a mode belongs to a thread, and each device has its own",
+                "use the mode around the plain model, on one device",
             )
         if trains and has_hooks_on_saved_tensors():
             self._warn(
                 "hooks",
-                message(
-                    "MC3208: a compiled call was made within saved_tensors_hooks, or save_on_cpu, which get nothing of it",
-                    "devices keep values for backward in threads of their own",
-                    (
-                        "enter them in forward, which then runs as plain PyTorch",
-                        "memory=mirrorc.Memory(activations='50%') of mirrorc.compile, for a step that keeps less",
-                    ),
+                "saved_tensors_hooks, or save_on_cpu, which get nothing of it",
+                "devices keep values for backward in threads of their own",
+                (
+                    "enter them in forward, which then runs as plain PyTorch",
+                    "memory=mirrorc.Memory(activations='50%') of mirrorc.compile, for a step that keeps less",
                 ),
             )
-
         if trains and self._captures and torch.is_anomaly_enabled():
             self._warn(
                 "anomalies",
-                message(
-                    "MC3208: a compiled call was made within detect_anomaly, which sees nothing of its backward",
-                    "devices run a program, not autograd's functions",
-                    (
-                        "mirrorc.compile(..., check_finite=True), which names the gradient that is not finite",
-                        "compiler=mirrorc.Compiler(capture='autograd'), whose backward it sees",
-                    ),
+                "detect_anomaly, which sees nothing of its backward",
+                "devices run a program, not autograd's functions",
+                (
+                    "mirrorc.compile(..., check_finite=True), which names the gradient that is not finite",
+                    "compiler=mirrorc.Compiler(capture='autograd'), whose backward it sees",
                 ),
             )
 
-    def _warn(self, kind: str, message: str) -> None:
+    def _warn(self, kind: str, mode: str, *parts: Any) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(message, stacklevel=users_stack_level())
+            text = message(f"MC3208: a compiled call was made within {mode}", *parts)
+            warnings.warn(text, stacklevel=users_stack_level())
 
 
 class TrainedLoss(torch.Tensor):

@@ -30,10 +30,7 @@ def trained(mode: contextlib.AbstractContextManager[Any]) -> tuple[list[float], 
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     x, y = torch.randn(6, 4), torch.randn(6, 4)
-    with (
-        warnings.catch_warnings(record=True) as caught,
-        sgd_step(model, 2, loss_fn=F.mse_loss, progress=False) as step,
-    ):
+    with warnings.catch_warnings(record=True) as caught, sgd_step(model, 2, loss_fn=F.mse_loss, progress=False) as step:
         warnings.simplefilter("always")
         losses = []
         for call in (step, step, step.evaluate):
@@ -59,10 +56,6 @@ def test_a_mode_that_devices_do_not_have_is_warned_of_once(mode: Any, words: str
 
 def test_hooks_on_saved_tensors_are_no_matter_of_an_evaluation() -> None:
     model = nn.Linear(4, 4)
-    with (
-        warnings.catch_warnings(),
-        sgd_step(model, 2, loss_fn=F.mse_loss) as step,
-        torch.autograd.graph.save_on_cpu(),
-    ):
+    with warnings.catch_warnings(), sgd_step(model, 2, loss_fn=F.mse_loss) as step, torch.autograd.graph.save_on_cpu():
         warnings.simplefilter("error")
         assert step.evaluate(torch.randn(6, 4), target=torch.randn(6, 4)).isfinite()

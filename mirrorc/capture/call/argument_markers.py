@@ -46,10 +46,7 @@ class PerReplica:
         """
         if op not in ("sum", "mean"):
             raise problem(
-                ValueError,
-                f"MC1307: op is {op!r}",
-                "values are summed up or averaged",
-                "op='sum' or op='mean'",
+                ValueError, f"MC1307: op is {op!r}", "values are summed up or averaged", "op='sum' or op='mean'"
             )
         return _combined(self.values, lambda tensors: _reduced(tensors, op, dim))
 
@@ -158,9 +155,7 @@ def _combined(values: Sequence[Any], combine: Callable[[list[torch.Tensor]], tor
     places = [tuple(value) if isinstance(value, Mapping) else range(len(value)) for value in values]
     if any({*place} != {*places[0]} for place in places):
         raise problem(
-            ValueError,
-            "MC1307: the values have different entries",
-            fix="value.values, for the values themselves",
+            ValueError, "MC1307: the values have different entries", fix="value.values, for the values themselves"
         )
     combined = [_combined([value[place] for value in values], combine) for place in places[0]]
     if isinstance(first, Mapping):

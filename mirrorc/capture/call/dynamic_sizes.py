@@ -69,7 +69,9 @@ class ChangingSizes:
             return ()
         seen = self._seen.get(key)
         if seen is None:
-            none: list[list[frozenset[int]]] = [[frozenset()] * _rank(leaf) for leaf in call.leaves]
+            none: list[list[frozenset[int]]] = [
+                [frozenset()] * next(iter(_tensors(leaf))).dim() for leaf in call.leaves
+            ]
             seen = self._seen[key] = _Seen(_shapes(call), none, [set() for _ in call.leaves])
         for leaf, sizes, symbolic in zip(call.leaves, seen.sizes, seen.symbolic, strict=True):
             if leaf.counts_items:
@@ -83,7 +85,7 @@ class ChangingSizes:
                     symbolic.add(dim)
                     seen.first = ()
                 elif self._dynamic is None:
-                    now = _sizes(leaf, dim)
+                    now = frozenset(t.shape[dim] for t in _tensors(leaf) if t.shape[dim] >= FEWEST_SYMBOLIC)
                     sizes[dim] = known or now
                     if not now <= sizes[dim]:
                         symbolic.add(dim)
@@ -183,13 +185,5 @@ def _shapes(call: Call) -> Shapes:
     return tuple(tuple(tuple(tensor.shape) for tensor in _tensors(leaf)) for leaf in call.leaves)
 
 
-def _sizes(leaf: Leaf, dim: int) -> frozenset[int]:
-    return frozenset(tensor.shape[dim] for tensor in _tensors(leaf) if tensor.shape[dim] >= FEWEST_SYMBOLIC)
-
-
 def _counts_examples(leaf: Leaf, dim: int) -> bool:
     return leaf.split and dim == 0
-
-
-def _rank(leaf: Leaf) -> int:
-    return next(iter(_tensors(leaf))).dim()

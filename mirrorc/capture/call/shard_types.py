@@ -139,10 +139,6 @@ def _stand_in_types(types: ShardTypes, call: Call) -> ShardTypes:
     return types
 
 
-def grown_examples(types: ShardTypes, call: Call, device: torch.device) -> list[torch.Tensor]:
-    return examples_of(grown_types(types, call), device)
-
-
 def grown_types(types: ShardTypes, call: Call) -> ShardTypes:
     """The types of a shard with one more example: dense, with the same order of dimensions in memory."""
     grown = []

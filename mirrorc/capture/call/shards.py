@@ -163,11 +163,12 @@ def _shard_sizes(call: Call, num_replicas: int, fewest: int) -> tuple[int, ...]:
         if wanted is None:
             wanted, first = sizes, leaf.path
         elif sizes != wanted:
-            say = _per_replica if sum(wanted) == sum(sizes) else _in_all
+            is_in_all = sum(wanted) != sum(sizes)
+            texts = [str(sum(each)) if is_in_all else " + ".join(map(str, each)) for each in (wanted, sizes)]
             fixes = (_if_in_dim_1(leaf, sum(wanted)) or _if_listed(first, leaf.path)) + _if_offsets(first, leaf.path)
             raise problem(
                 ValueError,
-                f"MC1304: arguments disagree on dim 0: {first!r} has {say(wanted)} examples, {leaf.path!r} has {say(sizes)}",
+                f"MC1304: arguments disagree on dim 0: {first!r} has {texts[0]} examples, {leaf.path!r} has {texts[1]}",
                 "each tensor is split along dim 0, the batch",
                 (
                     *fixes,
@@ -196,8 +197,7 @@ def _if_listed(*paths: str) -> tuple[str, ...]:
 
 
 def _if_offsets(*paths: str) -> tuple[str, ...]:
-    has_offsets = any("offsets" in path for path in paths)
-    if not has_offsets:
+    if not any("offsets" in path for path in paths):
         return ()
     return (
         "give each bag a row of 2-D indices, filled with padding_idx, in place of offsets",
@@ -232,10 +232,8 @@ def _sizes_of(leaf: Leaf, num_replicas: int, fewest: int) -> tuple[int, ...]:
 
 
 def _refuse_empty(leaf: Leaf) -> NoReturn:
-    why, leave_out = (
-        "a call needs at least one",
-        f"if len({leaf.path}):, around the call, which leaves the empty batch out",
-    )
+    why = "a call needs at least one"
+    leave_out = f"if len({leaf.path}):, around the call, which leaves the empty batch out"
     if leaf.tensor is None:
         raise problem(ValueError, f"MC1305: argument {leaf.path!r} has no examples on any replica", why, leave_out)
     raise problem(
@@ -250,11 +248,3 @@ def _refuse_empty(leaf: Leaf) -> NoReturn:
 def _even_part_sizes(total: int, num_parts: int, fewest: int) -> tuple[int, ...]:
     used = max(1, min(num_parts, total // fewest))
     return tuple(total // used + (i < total % used) if i < used else 0 for i in range(num_parts))
-
-
-def _in_all(sizes: tuple[int, ...]) -> str:
-    return str(sum(sizes))
-
-
-def _per_replica(sizes: tuple[int, ...]) -> str:
-    return " + ".join(str(size) for size in sizes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,14 +28,8 @@ _METHODS = {
 
 
 def leaves_with_time_first(graph: fx.Graph) -> tuple[int, ...]:
-    origins = dict.fromkeys(_origin(node.args[0]) for node in _scans(graph))
+    origins = dict.fromkeys(_origin(node.args[0]) for node in graph.find_nodes(op="call_function", target=recurrent))
     return tuple(leaf for leaf in origins if leaf is not None)
-
-
-def _scans(graph: fx.Graph) -> Iterator[fx.Node]:
-    for node in graph.nodes:
-        if node.target is recurrent:
-            yield node
 
 
 def _origin(value: Any) -> int | None:
@@ -47,7 +41,7 @@ def _origin(value: Any) -> int | None:
         )
         if keeps:
             value = value.args[0] if value.args else None
-        elif value.target is operator.getitem and value.args[1] == 0 and value.args[0] in set(_scans(value.graph)):
+        elif value.target is operator.getitem and value.args[1] == 0 and value.args[0].target is recurrent:  # type: ignore[union-attr]
             value = value.args[0].args[0]  # type: ignore[union-attr]
         elif value.target is torch.cat and _dim(value) not in (0, None):
             value = value.args[0][0]  # type: ignore[index]

@@ -38,7 +38,7 @@ from mirrorc.custom_ops.eager_calls import RunInputs, UsedParameters
 from mirrorc.custom_ops.replica_collectives import ReplicaExchange, current_exchange, exchanging, refused_exchange
 from mirrorc.custom_ops.run_tokens import RunTokens
 from mirrorc.errors import CaptureError, ExecutionError
-from mirrorc.messages.problem import message, problem
+from mirrorc.messages.problem import problem
 from mirrorc.torch_internals import caches_parametrizations, parametrization_cache
 
 
@@ -259,16 +259,14 @@ class OpaqueCall:
         before = generator_states(devices)
         yield
         if not all(map(torch.equal, before, generator_states(devices))):
-            raise ExecutionError(
-                self._changed(
-                    f"{phase} of {{}} drew random numbers of torch, and drew none when it was captured",
-                    "replicas would draw in any order; another thread that draws meanwhile looks the same",
-                    "have each call draw, torch.rand(())",
-                )
+            raise self._changed(
+                f"{phase} of {{}} drew random numbers of torch, and drew none when it was captured",
+                "replicas would draw in any order; another thread that draws meanwhile looks the same",
+                "have each call draw, torch.rand(())",
             )
 
-    def _changed(self, what: str, why: str, fix: str | Sequence[str], now: str = "") -> str:
-        return message(f"MC2601: {what.format(self._model_name)}", why, fix, now=now)
+    def _changed(self, what: str, why: str, fix: str | Sequence[str], now: str = "") -> ExecutionError:
+        return problem(ExecutionError, f"MC2601: {what.format(self._model_name)}", why, fix, now=now)
 
     def _check_loss(self, run: Run) -> None:
         loss, dtype, trains = run.loss, self.recorded.loss_dtype, self._call.trains
@@ -279,12 +277,10 @@ class OpaqueCall:
             wanted = (
                 f"one number of {dtype}{' with a gradient' if trains else ''}" if dtype is not None else "not there"
             )
-            raise ExecutionError(
-                self._changed(
-                    f"the loss of {{}} is {loss.dtype} of shape {list(loss.shape)}{lacking} in this call",
-                    f"it was {wanted} when it was captured",
-                    "return a loss of one element, one dtype and with a gradient in each call, or in none",
-                )
+            raise self._changed(
+                f"the loss of {{}} is {loss.dtype} of shape {list(loss.shape)}{lacking} in this call",
+                f"it was {wanted} when it was captured",
+                "return a loss of one element, one dtype and with a gradient in each call, or in none",
             )
 
     def _check_reach(self, run: Run) -> None:
@@ -301,34 +297,27 @@ class OpaqueCall:
             return
         name = difference(run.outputs.record, self.recorded.outputs)
         if name:
-            raise ExecutionError(
-                self._changed(
-                    f"{{}} or its loss returns something else as {name!r} than when it was captured",
-                    "the structure, the shape or dtype of a tensor, or a value that is no tensor, has changed",
-                    (
-                        "return tensors of the same shapes each time, and a number that changes as a tensor",
-                        "leave return_outputs= out",
-                    ),
-                )
+            raise self._changed(
+                f"{{}} or its loss returns something else as {name!r} than when it was captured",
+                "the structure, the shape or dtype of a tensor, or a value that is no tensor, has changed",
+                (
+                    "return tensors of the same shapes each time, and a number that changes as a tensor",
+                    "leave return_outputs= out",
+                ),
             )
 
     def _check_writes(self, run: Run) -> None:
-        for kind, tensors, variables in (
-            ("parameter", run.parameters, self.parameters),
-            ("argument", run.leaves, ()),
-        ):
+        for kind, tensors, variables in (("parameter", run.parameters, self.parameters), ("argument", run.leaves, ())):
             for place in run.written(tensors):
                 name = f" {_short([*variables][place])!r}" if variables else ""
                 stays = place not in run.replaced(tensors)
-                raise ExecutionError(
-                    self._changed(
-                        f"forward of {{}} wrote its {kind}{name} in place, and did not when it was captured",
-                        "",
-                        "write value.clone(), and load a checkpoint of the model"
-                        if stays
-                        else "write it in your loop, between calls",
-                        "it stays written" if stays else "",
-                    )
+                raise self._changed(
+                    f"forward of {{}} wrote its {kind}{name} in place, and did not when it was captured",
+                    "",
+                    "write value.clone(), and load a checkpoint of the model"
+                    if stays
+                    else "write it in your loop, between calls",
+                    "it stays written" if stays else "",
                 )
         names, written = [*self.buffers], run.written(run.buffers)
         for place, buffer in enumerate(run.buffers):
@@ -337,12 +326,10 @@ class OpaqueCall:
                 written.append(place)
         for place in written:
             if place not in self.recorded.written:
-                raise ExecutionError(
-                    self._changed(
-                        f"forward of {{}} wrote the buffer {_short(names[place])!r}, and did not when it was captured",
-                        "each call must write the same buffers",
-                        f"self.{_short(names[place])}.copy_(self.{_short(names[place])}), in calls that leave it as it is",
-                    )
+                raise self._changed(
+                    f"forward of {{}} wrote the buffer {_short(names[place])!r}, and did not when it was captured",
+                    "each call must write the same buffers",
+                    f"self.{_short(names[place])}.copy_(self.{_short(names[place])}), in calls that leave it as it is",
                 )
             if run.buffers[place].requires_grad:
                 raise problem(

@@ -37,6 +37,7 @@ from mirrorc.user.restore import (
 _ABSENT = object()
 _OF_MODULES = frozenset(vars(nn.Module()))
 _TABLES = ("_parameters", "_buffers", "_modules")
+_CALLABLES = (FunctionType, MethodType, functools.partial, staticmethod, classmethod)
 _BUILT_IN = sysconfig.get_path("stdlib")
 _MOST_ITEMS = 10_000
 """Longer collections are not restored; only a change of their length is detected."""
@@ -214,6 +215,9 @@ class _Search:
         if not isinstance(value, PLAIN):
             self._waiting.append((value, name))
 
+    def _add(self, *place: Any) -> None:
+        self.places.append(_Place(*place))
+
     def _visit(self, value: Any, name: str) -> None:
         if id(value) in self._seen:
             return
@@ -223,19 +227,16 @@ class _Search:
             self._add_tensor(value, name)
         elif issubclass(kind, np.ndarray):
             if value.nbytes <= _LARGEST_COPY:
-                self.places.append(_Place(name, value.copy, functools.partial(_fill_array, value), "memory"))
+                self._add(name, value.copy, functools.partial(_fill_array, value), "memory")
             if value.dtype.hasobject:
                 self._waiting += [(item, f"an item of {name}") for item in value.flat]
         elif issubclass(kind, bytearray | array):
-            self.places.append(
-                _Place(name, lambda: value[:], functools.partial(value.__setitem__, slice(None)), "memory")
-            )
+            self._add(name, lambda: value[:], functools.partial(value.__setitem__, slice(None)), "memory")
         elif (states := states_of(value)) is not None:
-            self.places.append(
-                _Place(f"{name}, a {kind.__module__.replace('._C', '')}.{kind.__name__}", *states, "draws")
-            )
+            self._add(f"{name}, a {kind.__module__.replace('._C', '')}.{kind.__name__}", *states, "draws")
         elif issubclass(kind, type):
-            if is_users_class(value) and _is_users_file(_file_of(value)):
+            file = getattr(sys.modules.get(value.__module__), "__file__", None) or ""
+            if is_users_class(value) and _is_users_file(file):
                 self._visit_class(value)
         elif is_collection(value):
             self._visit_collection(value, name)
@@ -260,10 +261,10 @@ class _Search:
 
     def _visit_collection(self, value: Any, name: str, *, is_of_object: bool = False, is_place: bool = True) -> None:
         if len(value) > _MOST_ITEMS:
-            self.places.append(_Place(name, functools.partial(len, value), lambda _: None, "memory"))
+            self._add(name, functools.partial(len, value), lambda _: None, "memory")
             return
         if is_place:
-            self.places.append(_Place(name, functools.partial(content_of, value), functools.partial(refill, value)))
+            self._add(name, functools.partial(content_of, value), functools.partial(refill, value))
         if isinstance(value, dict):
             for key, item in content_of(value).items():
                 if is_of_object and key in _TABLES:  # of a module, whose copies notice what is replaced
@@ -283,7 +284,8 @@ class _Search:
     def _visit_object(self, value: Any, name: str) -> None:
         with contextlib.suppress(AttributeError):  # objects with slots alone have none
             attributes = object.__getattribute__(value, "__dict__")
-            self._visit_collection(attributes, f"{name}.", is_of_object=True, is_place=not _is_mirrorcs(type(value)))
+            is_place = type(value).__module__.partition(".")[0] != "mirrorc"
+            self._visit_collection(attributes, f"{name}.", is_of_object=True, is_place=is_place)
         for slot in slots_of(type(value)):
 
             def read(slot: Any = slot) -> Any:
@@ -314,7 +316,7 @@ class _Search:
                 if now.get(key, _ABSENT) is not value:
                     type.__setattr__(kind, key, value)
 
-        self.places.append(_Place(f"{kind.__name__}.", read, write))
+        self._add(f"{kind.__name__}.", read, write)
         for key, value in vars(kind).items():
             is_method = isinstance(value, FunctionType | staticmethod | classmethod | property)
             if is_method or not key.startswith("__"):
@@ -325,17 +327,14 @@ class _Search:
     def _visit_function(self, function: FunctionType) -> None:
         if not _is_users_file(function.__code__.co_filename):  # a decorator's, perhaps, around one of the user's
             cells = [_content_of_cell(cell) for cell in function.__closure__ or ()]
-            self._waiting += [(content, function.__name__) for content in cells if _is_callable(content)]
+            self._waiting += [(content, function.__name__) for content in cells if isinstance(content, _CALLABLES)]
             return
         code, outside = function.__code__, function.__globals__
         for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             if id(cell) not in self._seen:
                 self._seen[id(cell)] = cell
-                self._add_variable(
-                    variable,
-                    functools.partial(_content_of_cell, cell),
-                    functools.partial(_fill_cell, cell),
-                )
+                read, write = functools.partial(_content_of_cell, cell), functools.partial(_fill_cell, cell)
+                self._add_variable(variable, read, write)
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         self._waiting += [(value, f"a default of {function.__name__}") for value in defaults]
         self._visit_collection(vars(function), f"{function.__name__}.", is_of_object=True)
@@ -362,7 +361,7 @@ class _Search:
         self._add_variable(name, lambda: table.get(key, _ABSENT), write)
 
     def _add_variable(self, name: str, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
-        self.places.append(_Place(name, read, write))
+        self._add(name, read, write)
         if (value := read()) is not _ABSENT:
             self._found(value, name, read, write)
 
@@ -370,10 +369,10 @@ class _Search:
         if tensor.is_inference():  # inference tensors have no versions
             return
         if not can_keep_value(tensor) or tensor.nbytes > _LARGEST_COPY:
-            self.places.append(_Place(name, lambda: tensor._version, lambda _: None, "memory"))
+            self._add(name, lambda: tensor._version, lambda _: None, "memory")
             return
         saved = SavedValue(tensor)
-        self.places.append(_Place(name, lambda: saved.has_changed, lambda _: saved.put_back(), "memory"))
+        self._add(name, lambda: saved.has_changed, lambda _: saved.put_back(), "memory")
 
 
 def _entry_of(items: Any, i: int) -> tuple[Callable[[], Any], Callable[[Any], object]]:
@@ -398,18 +397,6 @@ def _fill_cell(cell: CellType, content: Any) -> None:
         del cell.cell_contents
     else:
         cell.cell_contents = content
-
-
-def _is_callable(value: Any) -> bool:
-    return isinstance(value, FunctionType | MethodType | functools.partial | staticmethod | classmethod)
-
-
-def _is_mirrorcs(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "mirrorc"
-
-
-def _file_of(kind: type) -> str:
-    return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
 
 
 _INSTALLED = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}, torch.__path__[0])

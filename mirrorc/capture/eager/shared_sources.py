@@ -141,21 +141,15 @@ class _DrawnGenerators(TorchFunctionMode):
         self.drawn: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, torchs = kwargs or {}, (torch.default_generator, *torch.cuda.default_generators)
         for value in (*args, *kwargs.values()):
-            if isinstance(value, torch.Generator) and id(value) not in self.drawn and not _is_torchs(value):
+            if isinstance(value, torch.Generator) and id(value) not in self.drawn and value not in torchs:
                 self.drawn[id(value)] = (value, value.get_state())
         return func(*args, **kwargs)
 
     def put_back(self) -> None:
         for generator, state in self.drawn.values():
             generator.set_state(state)
-
-
-def _is_torchs(generator: torch.Generator) -> bool:
-    return generator is torch.default_generator or any(
-        generator is default for default in torch.cuda.default_generators
-    )
 
 
 def states_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:

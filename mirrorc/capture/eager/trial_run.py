@@ -242,15 +242,7 @@ def _first_run(
     outputs = run.outputs.record if run.outputs is not None else None
     exchanges = run.exchange.number > 0
     draws = stream.has_advanced(untouched)
-    recorded = Recorded(
-        loss,
-        tuple(arrived),
-        tuple(written),
-        draws,
-        outputs,
-        late,
-        exchanges=exchanges,
-    )
+    recorded = Recorded(loss, tuple(arrived), tuple(written), draws, outputs, late, exchanges=exchanges)
     return FirstRuns(recorded, written_inputs, notes, observed.undefined, (), [observed.means], run.buffers, vectors)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import weakref
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Container, Mapping, Sequence, Set
 
 import torch
 from torch import fx, nn
@@ -56,6 +57,11 @@ def check_outside_writes(joint: JointGraph, names: Mapping[str, str], model_name
             )
 
 
+def numbered(name: str, taken: Container[str]) -> str:
+    names = (name if number == 1 else f"{name}_{number}" for number in itertools.count(1))
+    return next(name for name in names if name not in taken)
+
+
 class OutsideNames:
     """Names variables of outside modules in the user's words. A variable has one name in all programs of a step."""
 
@@ -86,9 +92,5 @@ class OutsideNames:
         if known is None or known[0]() is not tensor:
             used = {name for _, name in self._known.values()} | taken
             words = re.sub(r"\W*\W", ".", called).strip(".") or "variable"
-            name, number = f"{OUTSIDE}{words}", 1
-            while name in used:
-                number += 1
-                name = f"{OUTSIDE}{words}_{number}"
-            known = self._known[id(tensor)] = weakref.ref(tensor), name
+            known = self._known[id(tensor)] = weakref.ref(tensor), numbered(f"{OUTSIDE}{words}", used)
         return known[1]

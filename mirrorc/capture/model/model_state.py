@@ -51,9 +51,8 @@ class ModelState:
             for key, member in members.items()
         ]
         self._first_members = {(id(members), key) for _, members, key, _ in self._members}
-        self._freed: set[tuple[int, str]] = (
-            set()
-        )  # numbers left to the guards: the id of the attribute dict, and the key
+        # numbers left to the guards: the id of the attribute dict, and the key
+        self._freed: set[tuple[int, str]] = set()
         self._last_numbers: dict[tuple[int, str], int | float] = {}
         self._added: list[tuple[dict[str, Any], str]] = []
         self._added_now: tuple[_Same, ...] = ()

@@ -14,8 +14,9 @@ from mirrorc.capture.call.shard_types import (
     STAND_IN_SIZE,
     SymbolicDims,
     data_of,
+    examples_of,
     graphs_to_capture,
-    grown_examples,
+    grown_types,
     leaves_of,
     mark_symbolic_dims,
 )
@@ -141,7 +142,8 @@ def capture_program(
 
     def trace_grown() -> TracedOutputs | None:
         with gathering(rows.of(0, more=1), rows.num_replicas):
-            return outputs_for(front_end, training_call, grown_examples(distinct[0], call, devices[0].torch_device))
+            grown = examples_of(grown_types(distinct[0], call), devices[0].torch_device)
+            return outputs_for(front_end, training_call, grown)
 
     parts = shards.by_microbatch(call)
     means_of = [captured[index].traced.weighted_means for indices in runs for index in indices]
@@ -322,11 +324,7 @@ def _check_agreement(captured: Sequence[CapturedGraph], model_name: str) -> None
 
 
 def _notes(
-    captured: Sequence[CapturedGraph],
-    outputs: Outputs | None,
-    num_parts: int,
-    model_name: str,
-    loss_reduction: str,
+    captured: Sequence[CapturedGraph], outputs: Outputs | None, num_parts: int, model_name: str, loss_reduction: str
 ) -> tuple[Note, ...]:
     notes = [note for graph in captured for note in graph.traced.notes]
     if outputs is not None and outputs.unknown:

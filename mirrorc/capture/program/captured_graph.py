@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ from mirrorc.capture.diagnostics.capture_errors import refuse_written_inputs, sp
 from mirrorc.capture.diagnostics.identical_buffers import Computation, vectors_of_spectral_norms, written_alike
 from mirrorc.capture.dynamo.sync_batch_norm import buffers_of_synchronized_norms
 from mirrorc.capture.front_ends.front_end import FrontEnd, Traced, tracing
-from mirrorc.capture.model.external_variables import OutsideNames, check_outside_writes
+from mirrorc.capture.model.external_variables import OutsideNames, check_outside_writes, numbered
 from mirrorc.capture.rewrites.operator_effects import keep_asserts
 from mirrorc.capture.rewrites.replica_exchanges import keep_replica_values
 from mirrorc.capture.rewrites.seed_random_ops import seed_random_ops
@@ -135,11 +134,7 @@ def _symbolic_numbers(joint: JointGraph, values: dict[fx.Node, Any]) -> list[Any
 
 
 def _add_arguments(
-    graph: fx.Graph,
-    joint: JointGraph,
-    leaf_names: Sequence[str],
-    values: dict[fx.Node, Any],
-    sizes: Sequence[Any],
+    graph: fx.Graph, joint: JointGraph, leaf_names: Sequence[str], values: dict[fx.Node, Any], sizes: Sequence[Any]
 ) -> tuple[list[Argument], fx.Node, dict[Any, fx.Node]]:
     arguments: list[Argument] = []
     nodes_of = {leaf: node for node, leaf in joint.leaf_of.items()}
@@ -151,13 +146,13 @@ def _add_arguments(
             values[nodes_of[leaf]] = node
     of_sizes: dict[Any, fx.Node] = {}
     for index, key in enumerate(sizes):
-        name = _free_name(identifier(str(key)) if key.is_Symbol else "size", {argument.name for argument in arguments})
+        name = _free_name(identifier(str(key)) if key.is_Symbol else "size", arguments)
         of_sizes[key] = graph.placeholder(name)
         of_sizes[key].meta["val"] = joint.sizes.known(key) if joint.sizes is not None else key
         arguments.append(Argument(name, ArgumentKind.SIZE, index))
     for joint_node in sorted(joint.number_of, key=joint.number_of.__getitem__):
         index = joint.number_of[joint_node]
-        name = _free_name(identifier(joint.numbers[index].name), {argument.name for argument in arguments})
+        name = _free_name(identifier(joint.numbers[index].name), arguments)
         values[joint_node] = graph.placeholder(name)
         values[joint_node].meta["val"] = joint_node.meta["val"]
         arguments.append(Argument(name, ArgumentKind.NUMBER, index))
@@ -182,7 +177,7 @@ def _take_sizes_as_arguments(
         key = joint.sizes.add(value)
         if key not in sizes and not isinstance(key, int | float):
             place = max(i for i, argument in enumerate(arguments) if argument.kind is ArgumentKind.SIZE)
-            name = _free_name("size", {argument.name for argument in arguments})
+            name = _free_name("size", arguments)
             with graph.inserting_after(sizes[keys[-1]]):
                 sizes[key] = graph.placeholder(name)
             sizes[key].meta["val"] = joint.sizes.known(key)
@@ -196,9 +191,8 @@ def _take_sizes_as_arguments(
             node.args, node.kwargs = args, kwargs
 
 
-def _free_name(name: str, taken: Set[str]) -> str:
-    names = (name if i == 1 else f"{name}_{i}" for i in itertools.count(1))
-    return next(name for name in names if name not in {*taken, "args", *ArgumentKind})
+def _free_name(name: str, arguments: Sequence[Argument]) -> str:
+    return numbered(name, {*(argument.name for argument in arguments), "args", *ArgumentKind})
 
 
 def _copy_nodes(
@@ -272,9 +266,7 @@ def _insert_gathers(graph: fx.Graph, outputs: Mapping[str, fx.Node]) -> None:
 
 def _constant_name(node: fx.Node, taken: Set[str]) -> str:
     module = next((module_of(user) for user in node.users if module_of(user)), "")
-    base = f"{module}.constant".removeprefix(".")
-    names = (base if i == 1 else f"{base}_{i}" for i in itertools.count(1))
-    return next(name for name in names if name not in taken)
+    return numbered(f"{module}.constant".removeprefix("."), taken)
 
 
 def _copied_meta(node: fx.Node) -> dict[str, Any]:

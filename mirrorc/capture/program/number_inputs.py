@@ -40,7 +40,8 @@ def captured_with_numbers(
                 raise SizesGivenUp(f"{names} changes, too, and cannot be an input beside them: {error.why}") from error
             lasting = [name for name in error.names if not is_drawn(name)]
             if not lasting:
-                raise _no_constant(error, model) from None
+                why = f"it would be the same in every step of a captured graph, because {error.why}"
+                raise drawn_number(model, why, users_place(error.stack)) from None
             numbers.give_up(lasting, error.why, error.words)
             continue
         except CaptureError:  # perhaps for another reason, for which a capture without inputs fails, too
@@ -55,11 +56,6 @@ def captured_with_numbers(
         if len({tuple((number.name, number.kind) for number in graph.numbers) for graph in graphs}) == 1 or not inputs:
             return graphs
         numbers.give_up(inputs, "shards of different sizes compute with different numbers")
-
-
-def _no_constant(error: NumbersGivenUp, model: str) -> CaptureError:
-    why = f"it would be the same in every step of a captured graph, because {error.why}"
-    return drawn_number(model, why, users_place(error.stack))
 
 
 def with_numbers_of_each(captured: Sequence[CapturedGraph]) -> list[CapturedGraph]:

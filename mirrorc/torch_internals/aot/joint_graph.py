@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from mirrorc.torch_internals.symbols.symbolic_sizes import SizesOfArguments
@@ -65,14 +66,8 @@ class JointGraph:
             return torch.empty((), dtype=torch.int64)
 
     def constant(self, node: fx.Node) -> torch.Tensor:
-        return _attribute(self.graph_module, str(node.target))
-
-
-def _attribute(module: nn.Module, path: str) -> torch.Tensor:
-    value: Any = module
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
+        tensor: torch.Tensor = operator.attrgetter(str(node.target))(self.graph_module)
+        return tensor
 
 
 _RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)

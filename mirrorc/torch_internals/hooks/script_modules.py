@@ -71,10 +71,11 @@ class ScriptCopy:
 
     def load(self, replaced: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._loaded = []
-        for name, source, copy in self._attributes():
-            value = getattr(source, name)
-            _native(copy).setattr(name, value)
-            self._loaded.append((name, copy, value, _shown(value)))
+        for source, copy in self.pairs:
+            for name in _attribute_names(source):
+                value = getattr(source, name)
+                _native(copy).setattr(name, value)
+                self._loaded.append((name, copy, value, _shown(value)))
         for name, source, copy in self._tensors():
             _native(copy).setattr(name, replaced(getattr(source, name)))
 
@@ -86,11 +87,6 @@ class ScriptCopy:
     def changed(self) -> str | None:
         """An attribute other than a parameter or buffer that has changed since `load`; or None."""
         return next((name for name, copy, _, shown in self._loaded if _shown(getattr(copy, name)) != shown), None)
-
-    def _attributes(self) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-        for source, copy in self.pairs:
-            for name in _attribute_names(source):
-                yield name, source, copy
 
     def _tensors(self) -> Iterator[tuple[str, nn.Module, nn.Module]]:
         for source, copy in self.pairs:

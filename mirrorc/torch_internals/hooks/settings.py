@@ -125,17 +125,18 @@ def _is_from_torch(function: Any) -> bool:
     return True
 
 
+_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
 def hook_tables(module: nn.Module) -> list[dict[Any, Any]]:
     """The tables themselves, not copies."""
-    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return [getattr(module, name) for name in names]
+    return [getattr(module, name) for name in _HOOK_TABLES]
 
 
 def global_hook_tables() -> list[Mapping[Any, Any]]:
     from torch.nn.modules import module
 
-    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return [getattr(module, f"_global{name}") for name in names]
+    return [getattr(module, f"_global{name}") for name in _HOOK_TABLES]
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:

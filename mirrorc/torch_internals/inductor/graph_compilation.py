@@ -36,16 +36,11 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     return table
 
 
+_aten = torch.ops.aten
 _SCATTERS = (
-    torch.ops.aten.index_put.default,
-    torch.ops.aten.scatter.src,
-    torch.ops.aten.scatter.value,
-    torch.ops.aten.scatter_add.default,
-    torch.ops.aten.scatter_reduce.two,
-    torch.ops.aten.masked_scatter.default,
-    torch.ops.aten.select_scatter.default,
-    torch.ops.aten.slice_scatter.default,
-    torch.ops.aten.diagonal_scatter.default,
+    *(_aten.index_put.default, _aten.scatter.src, _aten.scatter.value, _aten.scatter_add.default),
+    *(_aten.scatter_reduce.two, _aten.masked_scatter.default, _aten.select_scatter.default),
+    *(_aten.slice_scatter.default, _aten.diagonal_scatter.default),
 )
 """Operators that write to a copy of their first argument. Inductor's copy of an expanded tensor is itself expanded."""
 

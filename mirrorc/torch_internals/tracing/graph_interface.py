@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
+import operator
 import weakref
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -150,7 +150,7 @@ class _ModulesTensors:
     def _current(self, value: Any) -> Any:
         if id(value) not in self.named:
             return value
-        return functools.reduce(getattr, self.named[id(value)][1].split("."), self._module)
+        return operator.attrgetter(self.named[id(value)][1])(self._module)
 
 
 def _admit(values: Sequence[Any]) -> None:

@@ -101,9 +101,8 @@ def _owners(kind: type, name: str, traced_in: Sequence[type]) -> Sequence[type]:
 def _functions_in(value: Any, depth: int = 4) -> Iterator[FunctionType]:
     if depth == 0:
         return
-    if (
-        type(value) is FunctionType and value.__closure__ is None and not value.__dict__
-    ):  # fast path: an undecorated function
+    # the fast path, for an undecorated function
+    if type(value) is FunctionType and value.__closure__ is None and not value.__dict__:
         yield value
         return
     if isinstance(value, FunctionType):

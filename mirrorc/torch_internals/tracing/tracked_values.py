@@ -270,8 +270,7 @@ def _realized(variable: Any) -> Any:
 
 
 def _is_constant(variable: Any) -> bool:
-    if (
-        hasattr(variable, "is_realized") and not variable.is_realized()
-    ):  # forward has not looked at it, and a look would add a guard
+    # forward has not looked at a lazy variable, and a look would add a guard
+    if hasattr(variable, "is_realized") and not variable.is_realized():
         return False
     return bool(getattr(variable, "is_python_constant", lambda: False)())
