@@ -88,9 +88,7 @@ class OpaqueRuns(Protocol):
     def backward(
         self, token: torch.Tensor, tangent: torch.Tensor | None, tangents: Sequence[torch.Tensor]
     ) -> OpaqueBackward:
-        """``tangent`` is the gradient of the loss (None for 1), ``tangents`` are gradients of outputs of a module
-        without a loss.
-        """
+        """``tangent``: the gradient of the loss (None for 1); ``tangents``: those of outputs, without a loss."""
 
     def gradient(
         self, token: torch.Tensor, tangent: torch.Tensor | None, place: int, tangents: Sequence[torch.Tensor]

@@ -151,9 +151,7 @@ own_rows_of_sum = register(
     gradient=_gradient_of_rows,
     keep=_keep,
 )
-"""``own_rows_of_sum(value, rows)``: this replica's rows of the sum over all replicas; the backward of
-`all_gather_value`.
-"""
+"""``own_rows_of_sum(value, rows)``: this replica's rows of the sum over replicas; backward of `all_gather_value`."""
 
 replica_number = register(
     "replica_number(Tensor like) -> Tensor", lambda like: torch.full_like(like, _exchange.get().place), torch.empty_like

@@ -79,9 +79,7 @@ class GradientHabits:
         return next((name for name in names if name is not None), None)
 
     def look_for_gradients(self, *, are_used: bool) -> None:
-        """Warns if the step drops gradients that the user's backward has computed. An optimizer's own step may use
-        them.
-        """
+        """Warns if the step drops gradients of the user's own backward. An optimizer's own step may use them."""
         groups = self._groups.hyperparameters
         self._with_gradients = [p for group in groups for p in group["params"] if p.grad is not None]
         if self._with_gradients and not are_used:

@@ -168,9 +168,7 @@ class EvaluationCall(TrainingCall):
 
 
 class ModuleCall(TrainingCall):
-    """A forward that returns outputs. Backward begins with their gradients: its loss is the sum of outputs times
-    tangents.
-    """
+    """A forward that returns outputs. Backward begins with their gradients: its loss is outputs times these."""
 
     takes_tangents = True
 

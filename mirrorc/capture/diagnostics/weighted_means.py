@@ -200,13 +200,8 @@ def differences_in(means_of: Sequence[Sequence[WeightedMean]], shards: Shards) -
 
 
 def _text(mean: WeightedMean, *, ignores: bool = False) -> str:
-    divisors = [
-        *(["the class weights"] if mean.is_weighted else []),
-        *(
-            [f"the number of targets that are not {mean.ignore_index}"]
-            if ignores or mean.ignore_index != DEFAULT_IGNORE_INDEX
-            else []
-        ),
-    ]
+    divisors = ["the class weights"] if mean.is_weighted else []
+    if ignores or mean.ignore_index != DEFAULT_IGNORE_INDEX:
+        divisors.append(f"the number of targets that are not {mean.ignore_index}")
     place = f"{mean.function}{f' at {mean.line}' if mean.line else ''}"
     return f"in {place}, each device divides by {' and '.join(divisors)} of its own shard" if divisors else ""

@@ -22,9 +22,7 @@ _AT_INDEX = ("index_put", "index_copy", "index_add", "index_fill", "index_reduce
 def notes_on_rows(
     graph: fx.Graph, split: Set[fx.Node], written_rows: Sequence[str], model_name: str
 ) -> tuple[Note, ...]:
-    """``split`` has the placeholders with a row for each example; ``written_rows`` has buffers whose writes are not in
-    the graph.
-    """
+    """``split``: placeholders with a row for each example; ``written_rows``: buffers not written in the graph."""
     output: Any = graph.output_node().args[0]
     differs: dict[fx.Node, bool] = {}  # whether a value is another on each replica
     for node in graph.nodes:

@@ -105,9 +105,7 @@ class Run:
         return tensor.data_ptr() != self.before[id(tensor)][2]
 
     def replaced(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Tensors with an assigned ``.data``, even with equal values. ``flatten_parameters`` of a recurrent layer does
-        not count.
-        """
+        """Tensors with an assigned ``.data``, even of equal values, but not by a recurrent layer of torch."""
         layers = [module for module in self.copy.root.modules() if isinstance(module, nn.RNNBase)]
         moved = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
         return [i for i, tensor in enumerate(tensors) if id(tensor) not in moved and self._is_replaced(tensor)]
@@ -214,9 +212,7 @@ class RunGradients:
 
     @property
     def may_wait(self) -> bool:
-        """False if other replicas wait for this backward: it draws random numbers, exchanges values, or runs alone
-        because of its state.
-        """
+        """False if other replicas wait for this backward, as it draws random numbers, exchanges values or has state."""
         others_wait = self.of.stream is not None or isinstance(self.of.exchange, RunExchange)
         return not (others_wait or self._carried.is_advanced)
 

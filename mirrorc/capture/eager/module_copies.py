@@ -92,9 +92,7 @@ class ModuleCopy:
 
     @contextlib.contextmanager
     def alone(self, carried: Set[Attribute] = frozenset()) -> Iterator[None]:
-        """Makes reads of the originals' attributes fail if runs assign them, because runs assign only the copies'
-        attributes.
-        """
+        """Makes reads of originals' attributes fail if runs assign them: runs assign only the copies' attributes."""
         names: dict[nn.Module, set[str]] = {}
         for place, name in self._transient | carried:
             names.setdefault(self.originals[place], set()).add(name)

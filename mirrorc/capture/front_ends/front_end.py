@@ -37,9 +37,7 @@ class Guards(Protocol):
         """Each step's draws from Python's random and numpy's, in order."""
 
     def begin_step(self) -> Callable[[], None]:
-        """Advances generators past the draws of `hold`, and reads Python state. Returns a function that undoes the
-        step.
-        """
+        """Advances generators past the draws of `hold`, and reads Python state. Returns a function to undo the step."""
 
     def changed_numbers(self) -> list[str]:
         """Expressions of numbers that differ from the graph's constants."""

@@ -22,9 +22,7 @@ _PLACE = "mirrorc_outside"  # the attribute of a traced module that holds outsid
 def take_outside_variables(
     traced: fx.GraphModule, module: nn.Module, leaves: Sequence[torch.Tensor]
 ) -> dict[str, ReadVariable]:
-    """Turns tensors of outside modules into buffers of a traced graph, without gradients. Returns the variables by
-    buffer name.
-    """
+    """Turns tensors of outside modules into buffers of a traced graph. Returns the variables by buffer name."""
     home = leaves[0].device if leaves else None
     variables = [
         variable

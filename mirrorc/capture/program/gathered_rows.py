@@ -48,9 +48,7 @@ class GatheredRows:
         return max(len(self._sizes), 1)
 
     def of(self, shard: int, more: int = 0) -> RowsOfAll:
-        """A function from a value to the rows of all replicas, for a trace of ``shard`` with ``more`` additional
-        examples.
-        """
+        """Maps a value to the rows of all replicas, for a trace of ``shard`` with ``more`` additional examples."""
 
         def rows_of_all(value: torch.Tensor) -> int:
             rows = len(value)

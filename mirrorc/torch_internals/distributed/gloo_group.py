@@ -112,9 +112,7 @@ def _options(kind: Any, places: Sequence[Mapping[str, str]], timeout_seconds: fl
 
 
 def _places(store: Any, rank: int, num_workers: int) -> list[dict[str, str]]:
-    """The interfaces in GLOO_SOCKET_IFNAME, or else the address towards the store, because host names often mean
-    loopback.
-    """
+    """The interfaces in GLOO_SOCKET_IFNAME, or the address towards the store: host names often mean loopback."""
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     store.set(f"address/{rank}", "" if names else _address_towards(_host(store)))
     if names:

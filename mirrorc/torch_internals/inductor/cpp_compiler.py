@@ -95,9 +95,7 @@ _MOST_SECONDS = 120.0  # a slower compiler hangs
 
 @functools.cache
 def _let_instructions_be_tried_together() -> None:
-    """Makes Inductor wait for the threads of trials. A trial changes flags, so no two threads may try the same
-    instructions.
-    """
+    """Makes Inductor wait for the threads of trials. A trial changes flags, so no two may try the same instructions."""
     from torch._inductor import cpu_vec_isa
 
     try_serially = cpu_vec_isa.valid_vec_isa_list

@@ -157,9 +157,7 @@ class _Call:
         return dtype.is_floating_point or dtype in (torch.int64, torch.bool)
 
     def _give_as_result(self, dtype: torch.dtype) -> None:
-        """Rewrites ``torch.where(c, x, t)``, ``x.fill_(t)`` or ``torch.lerp(x, y, t)``, with a tensor of ``dtype`` for
-        t.
-        """
+        """Rewrites ``torch.where(c, x, t)``, ``x.fill_(t)`` or ``torch.lerp(x, y, t)``, with a tensor of ``dtype``."""
         is_exact = dtype in _WIDE or (self.name == "masked_fill" and dtype.is_floating_point)
         if not is_exact and self.name not in ("where", "fill"):
             raise self._unsupported()
