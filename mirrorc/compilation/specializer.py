@@ -15,8 +15,7 @@ import torch
 
 from mirrorc.analysis.communication.worker_meetings import RowsElsewhere
 from mirrorc.capture.call.call_arguments import Call
-from mirrorc.capture.call.changing_numbers import ChangingNumbers
-from mirrorc.capture.call.dynamic_sizes import ChangingSizes, without_numbers_of_examples
+from mirrorc.capture.call.changing_inputs import ChangingNumbers, ChangingSizes, without_numbers_of_examples
 from mirrorc.capture.call.shard_types import shard_types
 from mirrorc.capture.call.shards import Shards, split_call
 from mirrorc.capture.diagnostics.capture_errors import HooksMissingError, LoneExampleError

@@ -13,7 +13,7 @@ from torch import nn
 
 from mirrorc.analysis.communication.worker_meetings import worker_meetings
 from mirrorc.capture.call.call_arguments import Call
-from mirrorc.capture.call.changing_numbers import ChangingNumbers
+from mirrorc.capture.call.changing_inputs import ChangingNumbers
 from mirrorc.capture.call.recompile_reasons import CallKind
 from mirrorc.capture.call.shard_types import SymbolicDims, shard_types
 from mirrorc.capture.call.shards import Shards

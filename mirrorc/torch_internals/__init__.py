@@ -24,10 +24,8 @@ from mirrorc.torch_internals.fx.operators import (
     with_overload,
     writes_argument,
 )
-from mirrorc.torch_internals.hooks.flat_rnn_weights import renew_recurrent_weights, weights_for_cudnn
 from mirrorc.torch_internals.hooks.gradient_observers import observe_clipping, observe_zero_grad
 from mirrorc.torch_internals.hooks.profiled_threads import is_profiled, seen_by_profiler
-from mirrorc.torch_internals.hooks.script_modules import ScriptCopy, forward_signature, is_script_module, object_within
 from mirrorc.torch_internals.hooks.settings import (
     UncountedHook,
     adagrad_is_fused_on_gpus,
@@ -56,6 +54,14 @@ from mirrorc.torch_internals.hooks.settings import (
     torch_modes,
     trace_artifact,
     without_dispatch_modes,
+)
+from mirrorc.torch_internals.hooks.special_modules import (
+    ScriptCopy,
+    forward_signature,
+    is_script_module,
+    object_within,
+    renew_recurrent_weights,
+    weights_for_cudnn,
 )
 from mirrorc.torch_internals.inductor.allocations import (
     inductor_wrapper,

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.modules import rnn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from mirrorc.custom_ops.sequence_lengths import checked_lengths
+from mirrorc.custom_ops.recurrent import checked_lengths
 from mirrorc.torch_internals import traced_file
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mirrorc.capture.call.call_arguments import Structure, paths_of_containers, rebuilding
-from mirrorc.capture.call.changing_numbers import ChangingNumbers
+from mirrorc.capture.call.changing_inputs import ChangingNumbers
 from mirrorc.torch_internals import forward_signature
 
 BufferPath = tuple[tuple[str, ...], str]

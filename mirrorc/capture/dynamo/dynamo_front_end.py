@@ -38,7 +38,7 @@ from mirrorc.capture.diagnostics.capture_errors import (
 from mirrorc.capture.diagnostics.known_failures import DATA_DEPENDENT
 from mirrorc.capture.diagnostics.loss_reduction import reductions_of
 from mirrorc.capture.diagnostics.python_effects import Note, assigned_buffers, changed_arguments, dropped_effects
-from mirrorc.capture.diagnostics.time_first import leaves_with_time_first
+from mirrorc.capture.diagnostics.split_effects import leaves_with_time_first
 from mirrorc.capture.diagnostics.untrained_tensors import untrained_tensors
 from mirrorc.capture.diagnostics.weighted_means import weighted_means_of
 from mirrorc.capture.dynamo.drawn_branches import DECIDING, DrawnScalar, DrawnScalarDecides

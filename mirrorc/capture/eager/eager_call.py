@@ -32,14 +32,14 @@ from mirrorc.capture.eager.module_copies import ModuleCopy
 from mirrorc.capture.eager.rng_streams import ReplicaStream, generator_states
 from mirrorc.capture.eager.run_exchange import Others, RunExchange, not_joined
 from mirrorc.capture.eager.run_outputs import difference, read_run
-from mirrorc.capture.eager.value_comparison import have_same_bits
 from mirrorc.capture.model.transient_attributes import CARRIED, AssignedAttributeError, Attribute
 from mirrorc.custom_ops.eager_calls import RunInputs, UsedParameters
+from mirrorc.custom_ops.registration import RunTokens
 from mirrorc.custom_ops.replica_collectives import ReplicaExchange, current_exchange, exchanging, refused_exchange
-from mirrorc.custom_ops.run_tokens import RunTokens
 from mirrorc.errors import CaptureError, ExecutionError
 from mirrorc.messages.problem import problem
 from mirrorc.torch_internals import caches_parametrizations, parametrization_cache
+from mirrorc.user.restore import have_same_bits
 
 
 class OpaqueCall:

@@ -18,12 +18,12 @@ from mirrorc.capture.eager.module_copies import ModuleCopy
 from mirrorc.capture.eager.rng_streams import ReplicaStream
 from mirrorc.capture.eager.run_exchange import RunExchange
 from mirrorc.capture.eager.run_outputs import RunOutputs
-from mirrorc.capture.eager.value_comparison import have_same_bits
 from mirrorc.capture.model.transient_attributes import Attribute
 from mirrorc.custom_ops.eager_calls import UsedParameters
 from mirrorc.custom_ops.replica_collectives import AlikeReplicas, ReplicaExchange
 from mirrorc.errors import ExecutionError
 from mirrorc.messages.problem import message, problem
+from mirrorc.user.restore import have_same_bits
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,17 @@ import torch
 from torch import nn
 
 from mirrorc.capture.eager.shared_sources import Refusing, Source, is_users_class, stand_in_for, states_of
-from mirrorc.capture.eager.value_comparison import PLAIN, are_equal, requires_gradient
 from mirrorc.capture.model.function_module import global_names, used_globals
 from mirrorc.user.restore import (
+    PLAIN,
     SavedValue,
+    are_equal,
     can_keep_value,
     content_of,
     is_collection,
     put_back_after,
     refill,
+    requires_gradient,
     restored,
     run_all,
     slots_of,

@@ -23,8 +23,8 @@ from mirrorc.capture.diagnostics.capture_errors import (
     sparse_gradient,
 )
 from mirrorc.capture.diagnostics.identical_buffers import are_alike, vectors_of_spectral_norms
-from mirrorc.capture.diagnostics.lone_examples import is_undefined
 from mirrorc.capture.diagnostics.python_effects import Note, assigned_attribute, unkept_attributes
+from mirrorc.capture.diagnostics.split_effects import is_undefined
 from mirrorc.capture.diagnostics.untrained_tensors import outside_of_module, untrained_text
 from mirrorc.capture.diagnostics.weighted_means import WeightedMean, weighted_mean_of_operator
 from mirrorc.capture.diagnostics.written_rows import writes_rows
@@ -36,7 +36,6 @@ from mirrorc.capture.eager.rng_streams import ReplicaStream
 from mirrorc.capture.eager.run_exchange import advances_state
 from mirrorc.capture.eager.run_outputs import difference
 from mirrorc.capture.eager.shared_sources import refused_draws
-from mirrorc.capture.eager.value_comparison import have_same_bits
 from mirrorc.capture.model.hf_output_hooks import HOOKS_ARE_INSTALLED
 from mirrorc.capture.model.transient_attributes import (
     CARRIED,
@@ -49,6 +48,7 @@ from mirrorc.messages.problem import problem
 from mirrorc.messages.source_lines import line_of
 from mirrorc.messages.wording import counted
 from mirrorc.torch_internals import is_users_file, replaced_operators, schema_of, storage_key, writes_argument
+from mirrorc.user.restore import have_same_bits
 
 _OF_REENTRANT = (
     "give torch.utils.checkpoint use_reentrant=False, which computes the same; a Hugging Face model takes "

@@ -1,4 +1,4 @@
-"""The interface and registry of front ends, and guards on the Python state that a graph depends on."""
+"""The interface, registry and order of front ends, and guards on the Python state that a graph depends on."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
 from mirrorc.capture.call.traced_outputs import TracedOutputs
 from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.diagnostics.capture_errors import RaisedError, RaisedInTraceError, UnreadableError
 from mirrorc.capture.diagnostics.loss_reduction import Reduction
 from mirrorc.capture.diagnostics.python_effects import Note
 from mirrorc.capture.diagnostics.weighted_means import WeightedMean
 from mirrorc.errors import CaptureError
 from mirrorc.ir.graph_edits import collector_paused
-from mirrorc.messages.problem import problem
+from mirrorc.messages.problem import message, problem, with_line
 from mirrorc.torch_internals import JointGraph, restored_tracing_state
 from mirrorc.user.restore import restored
 
@@ -210,3 +211,92 @@ def tracing(call: TrainingCall) -> Iterator[contextlib.ExitStack]:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "To copy construct from a tensor")  # of arrays, which are tensors in a trace
         yield stack
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Climbed(Generic[T]):
+    result: T
+    front_end: FrontEnd
+    failed: tuple[tuple[FrontEnd, str], ...]
+    errors: tuple[CaptureError, ...] = ()
+
+    def remarks(self, model_name: str) -> list[str]:
+        return [
+            f"captured with capture={self.front_end.name!r}, because {failed.name!r} cannot capture {model_name}: {why}"
+            for failed, why in self.failed
+        ]
+
+    def warning(self, model_name: str) -> str:
+        if not self.failed:
+            return ""
+        first, why = self.failed[0]
+        name = self.front_end.name
+        by_data = "; each replica goes by the values of its own shard" if self.front_end.needs_data else ""
+        return message(
+            f"MC2701: {model_name} trains with capture={name!r}: {self.front_end.words}{by_data}",
+            f"{first.name!r} cannot capture it, {why}",
+            (
+                f"compiler=mirrorc.Compiler(capture={name!r}), for the same without this warning",
+                f"compiler=mirrorc.Compiler(capture={first.name!r}), for an error that says what to change",
+            ),
+        )
+
+
+class Ladder:
+    """Front ends in order of preference. Only an `UnreadableError` of the first front end leads to the next.
+
+    An exception of the user's code counts as one, because code may branch on `torch.compiler.is_compiling`.
+    """
+
+    def __init__(self, front_ends: Sequence[FrontEnd]) -> None:
+        self._front_ends = tuple(front_ends)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(front_end.name for front_end in self._front_ends)
+
+    @property
+    def first(self) -> Ladder:
+        return Ladder(self._front_ends[:1])
+
+    def climb(self, attempt: Callable[[FrontEnd], T]) -> Climbed[T]:
+        errors: list[tuple[FrontEnd, CaptureError]] = []
+        for front_end in self._front_ends:
+            try:
+                result = attempt(front_end)
+            except CaptureError as error:
+                if len(self._front_ends) == 1 or not (errors or isinstance(error, UnreadableError)):
+                    raise
+                errors.append((front_end, error))
+            else:
+                failed = tuple((refused, _why(error)) for refused, error in errors)
+                return Climbed(result, front_end, failed, tuple(error for _, error in errors))
+        first, last = errors[0][1], errors[-1][1]
+        if isinstance(first, RaisedInTraceError) and isinstance(last, RaisedError):
+            raise (first.of_plain(last.reason) if first.line == last.line else last) from last.__cause__
+        raise _with_first_attempt(last, first)
+
+
+def _why(error: CaptureError) -> str:
+    return error.why if isinstance(error, UnreadableError) else str(error).partition("\n")[0]
+
+
+def _with_first_attempt(error: CaptureError, first: CaptureError) -> CaptureError:
+    if (
+        isinstance(first, UnreadableError)
+        and first.at
+        and str(first).partition("\n")[0] == str(error).partition("\n")[0]
+    ):
+        error.args = (with_line(str(error), "at", first.at),)
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    cause.__cause__ = first
+    return error
+
+
+def ladder_named(name: object) -> Ladder:
+    return Ladder(rungs() if isinstance(name, str) and name == AUTO else [front_end_named(name)])

@@ -26,10 +26,9 @@ from mirrorc.capture.call.traced_outputs import TracedOutputs
 from mirrorc.capture.call.training_call import BuffersAssigned, TrainingCall
 from mirrorc.capture.diagnostics.capture_errors import EVEN_BATCHES
 from mirrorc.capture.diagnostics.identical_buffers import aggregation_alike
-from mirrorc.capture.diagnostics.lone_examples import refuse_undefined, undefined_in
 from mirrorc.capture.diagnostics.loss_reduction import notes_on_reductions
 from mirrorc.capture.diagnostics.python_effects import Note
-from mirrorc.capture.diagnostics.time_first import refuse_split_time
+from mirrorc.capture.diagnostics.split_effects import refuse_split_time, refuse_undefined, undefined_in
 from mirrorc.capture.diagnostics.weighted_means import differences_in, remarks_on
 from mirrorc.capture.diagnostics.written_rows import notes_on_rows
 from mirrorc.capture.front_ends.front_end import AUTO, AllGuards, FrontEnd, front_end_named

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mirrorc.capture.call.changing_numbers import ChangingNumbers
+from mirrorc.capture.call.changing_inputs import ChangingNumbers
 from mirrorc.capture.call.shards import Shards
 from mirrorc.capture.diagnostics.python_effects import drawn_number, users_place
 from mirrorc.capture.model.model_state import free_name

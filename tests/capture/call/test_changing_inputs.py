@@ -8,7 +8,7 @@ import torch
 
 import mirrorc
 from mirrorc.capture.call.call_arguments import flatten_call
-from mirrorc.capture.call.dynamic_sizes import ChangingSizes, without_numbers_of_examples
+from mirrorc.capture.call.changing_inputs import ChangingSizes, without_numbers_of_examples
 
 NONE: list[set[int]] = []
 
