@@ -68,10 +68,9 @@ class AutogradFrontEnd(FrontEnd):
         leaves: Sequence[torch.Tensor],
         decompositions: Mapping[Any, Callable[..., Any]],
     ) -> Traced:
-        model_name = type(call.model).__name__
-        _refuse_other_norms(call, model_name)
-        opaque = OpaqueCall(call, model_name)
-        trials = first_runs(opaque, call, call.data or [leaves], leaves, model_name)
+        _refuse_other_norms(call)
+        opaque = OpaqueCall(call)
+        trials = first_runs(opaque, call.data or [leaves], leaves)
         opaque.recorded = trials.recorded
         joint = _joint_graph(opaque, leaves) if call.trains else _forward_graph(opaque, leaves)
         joint.written_inputs = trials.written_inputs
@@ -104,20 +103,19 @@ class AutogradFrontEnd(FrontEnd):
             grown_leaf.shape != like.shape for grown_leaf, like in zip(grown, leaves, strict=True)
         ):
             return None
-        model_name = type(call.model).__name__
         try:
-            return first_runs(OpaqueCall(call, model_name), call, [grown], grown, model_name).recorded.outputs
+            return first_runs(OpaqueCall(call), [grown], grown).recorded.outputs
         except CaptureError as error:
             logger.debug("no run of another number of examples", exc_info=error)
             return None
 
 
-def _refuse_other_norms(call: TrainingCall, model_name: str) -> None:
+def _refuse_other_norms(call: TrainingCall) -> None:
     norms = [module for module in call.modules() if isinstance(module, nn.SyncBatchNorm) and synchronizes(module)]
     if not all(map(has_substitute, norms)):
         raise problem(
             CaptureError,
-            f"MC2503: {model_name} has a SyncBatchNorm with a forward of its own, in train mode",
+            f"MC2503: {type(call.model).__name__} has a SyncBatchNorm with a forward of its own, in train mode",
             "as plain PyTorch, it would take the statistics of a replica alone",
             ("compiler=mirrorc.Compiler(capture='dynamo')", "nn.SyncBatchNorm.convert_sync_batchnorm(model)"),
         )

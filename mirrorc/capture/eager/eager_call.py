@@ -47,17 +47,17 @@ class OpaqueCall:
 
     recorded: Recorded
 
-    def __init__(self, call: TrainingCall, model_name: str) -> None:
+    def __init__(self, call: TrainingCall) -> None:
         self.parameters: Mapping[str, nn.Parameter] = dict(call.named_parameters())
         self.buffers: Mapping[str, torch.Tensor] = dict(call.named_buffers())
         self._originals = [*self.parameters.values()]
-        self._call, self._model_name, self._modes = call, model_name, ThreadModes.now()
+        self.call, self.model_name, self._modes = call, type(call.model).__name__, ThreadModes.now()
         self._plain = call.plain
         self._is_parametrized = any(map(is_parametrized, call.modules()))
         self._free: list[ModuleCopy] = []  # of finished runs
         self._runs: RunTokens[Run | RunGradients] = RunTokens()  # with gradients still to return
         self._used = UsedParameters()
-        self.state: CarriedState = call.carried or CarriedState(model_name)
+        self.state: CarriedState = call.carried or CarriedState(self.model_name)
 
     # What the operators run
 
@@ -69,7 +69,7 @@ class OpaqueCall:
         run = self._checked_run(inputs)
         token = self._runs.add(run)
         self._used.note_outputs(run.attached)
-        loss = run.loss.detach().reshape(()).clone() if not self._call.takes_tangents else self._no_loss(run)
+        loss = run.loss.detach().reshape(()).clone() if not self.call.takes_tangents else self._no_loss(run)
         return [loss, token, *self._written_and_outputs(run)]
 
     def _no_loss(self, run: Run) -> torch.Tensor:
@@ -154,7 +154,7 @@ class OpaqueCall:
         try:
             copy = self._free.pop()
         except IndexError:
-            copy = ModuleCopy(self._call)
+            copy = ModuleCopy(self.call)
         run = Run(
             copy,
             [
@@ -163,7 +163,7 @@ class OpaqueCall:
             ],
             [value.detach().clone() for value in buffers],
             [
-                value.detach().requires_grad_(self._call.trains and place in self._call.differentiated)
+                value.detach().requires_grad_(self.call.trains and place in self.call.differentiated)
                 for place, value in enumerate(leaves)
             ],
             stream,
@@ -176,19 +176,19 @@ class OpaqueCall:
         copy.load(tensors, transient, plain=self._plain)
         if not is_first:
             run.exchange = self._exchange_of(run)
-        modes, meets = self._modes.entered(trains=self._call.trains), exchanging(run.exchange)
+        modes, meets = self._modes.entered(trains=self.call.trains), exchanging(run.exchange)
         alone = copy.alone(carried) if is_first else contextlib.nullcontext()
         caching = self._refused_caches(CaptureError if is_first else ExecutionError)
         with caching, modes, self._drawing(run, "forward"), meets, alone, noted_marks() as marked:
             result = copy.run(*run.leaves)
         copy.hand_over(carried)
-        run.loss, outputs = result if self._call.keeps_outputs else (result, None)
-        if self._call.keeps_outputs:
+        run.loss, outputs = result if self.call.keeps_outputs else (result, None)
+        if self.call.keeps_outputs:
             parameter = dict(zip(map(id, (*run.parameters, *run.buffers)), originals, strict=True))
             run.outputs, values = read_run(outputs, run.loss, run.leaves, parameter, marked)
-            if self._call.takes_tangents:
+            if self.call.takes_tangents:
                 run.attached = {name: value for name, value in values.items() if value.requires_grad}
-                refuse_complex(run.attached, self._model_name)
+                refuse_complex(run.attached, self.model_name)
         self._take_assigned_buffers(run, is_first=is_first)
         replaced = copy.replaced()
         assigned = [attribute for attribute in copy.assigned() if attribute not in carried]
@@ -200,10 +200,10 @@ class OpaqueCall:
     def _refused_caches(self, kind: type[Exception]) -> Iterator[None]:
         cache = parametrization_cache()
         if self._is_parametrized and caches_parametrizations():
-            raise kind(cached_parametrizations(self._model_name))
+            raise kind(cached_parametrizations(self.model_name))
         yield
         if self._is_parametrized and cache is not parametrization_cache():
-            raise kind(cached_parametrizations(self._model_name))
+            raise kind(cached_parametrizations(self.model_name))
 
     def _take_assigned_buffers(self, run: Run, *, is_first: bool) -> None:
         places = {id(buffer): place for place, buffer in enumerate(run.buffers)}
@@ -211,13 +211,13 @@ class OpaqueCall:
             place = places[id(buffer)]
             if not is_like(value, buffer):
                 kind, name = CaptureError if is_first else ExecutionError, _short([*self.buffers][place])
-                raise other_buffer(kind, self._model_name, name, value, buffer)
+                raise other_buffer(kind, self.model_name, name, value, buffer)
             run.assign(place, value)
 
     def gradients_of(self, run: Run, tangent: torch.Tensor | None, late: Set[int] = frozenset()) -> RunGradients:
         tangent = tangent if tangent is not None else torch.ones(())
         backward = functools.partial(self._run_backward, run, tangent, keeps_graph=self._used.keeps_graph)
-        return RunGradients(run, backward, late, self._model_name, self.state, self._used)
+        return RunGradients(run, backward, late, self.model_name, self.state, self._used)
 
     def _run_backward(self, run: Run, tangent: torch.Tensor, *, keeps_graph: bool) -> None:
         trainable = [tensor for tensor in run.inputs if tensor.requires_grad]
@@ -226,7 +226,7 @@ class OpaqueCall:
                 tensor.grad.mul_(tangent.to(tensor.grad))
         meets = exchanging(run.exchange)
         with torch.enable_grad(), self.state.alone(), self._drawing(run, "backward"), meets:
-            if self._call.takes_tangents:
+            if self.call.takes_tangents:
                 names = [name for name in run.attached if run.tangents is None or name in run.tangents]
                 _backward_of(run, names, tangent, trainable, keeps_graph=keeps_graph)
             else:
@@ -238,8 +238,8 @@ class OpaqueCall:
 
     def _exchange_of(self, run: Run) -> ReplicaExchange:
         if not self.recorded.exchanges:
-            return refused_exchange(not_joined(self._model_name))
-        return RunExchange(cast("Others", current_exchange()), run.stream, self.state, self._model_name)
+            return refused_exchange(not_joined(self.model_name))
+        return RunExchange(cast("Others", current_exchange()), run.stream, self.state, self.model_name)
 
     def _end(self, run: Run, phase: str) -> None:
         if isinstance(run.exchange, RunExchange):
@@ -266,11 +266,11 @@ class OpaqueCall:
             )
 
     def _changed(self, what: str, why: str, fix: str | Sequence[str], now: str = "") -> ExecutionError:
-        return problem(ExecutionError, f"MC2601: {what.format(self._model_name)}", why, fix, now=now)
+        return problem(ExecutionError, f"MC2601: {what.format(self.model_name)}", why, fix, now=now)
 
     def _check_loss(self, run: Run) -> None:
-        loss, dtype, trains = run.loss, self.recorded.loss_dtype, self._call.trains
-        if self._call.takes_tangents or (dtype is None and not loss.numel()):
+        loss, dtype, trains = run.loss, self.recorded.loss_dtype, self.call.trains
+        if self.call.takes_tangents or (dtype is None and not loss.numel()):
             return
         if loss.numel() != 1 or loss.dtype is not dtype or (trains and not loss.requires_grad):
             lacking = ", without a gradient," if trains and not loss.requires_grad else ""
@@ -284,13 +284,13 @@ class OpaqueCall:
             )
 
     def _check_reach(self, run: Run) -> None:
-        besides = note_reach(run) if self._call.trains else []
+        besides = note_reach(run) if self.call.trains else []
         name = reached_otherwise(besides, self.parameters)
         if name is not None:
-            raise ExecutionError(reached_text(self._model_name, _short(name)))
-        if besides and self._call.takes_tangents:
+            raise ExecutionError(reached_text(self.model_name, _short(name)))
+        if besides and self.call.takes_tangents:
             what = f"a tensor of shape {list(besides[0].shape)}"
-            raise ExecutionError(outside_of_module(self._model_name, what))
+            raise ExecutionError(outside_of_module(self.model_name, what))
 
     def _check_outputs(self, run: Run) -> None:
         if run.outputs is None or self.recorded.outputs is None:
@@ -334,20 +334,20 @@ class OpaqueCall:
             if run.buffers[place].requires_grad:
                 raise problem(
                     ExecutionError,
-                    f"MC2304: forward of {self._model_name} wrote a value that requires a gradient to the "
+                    f"MC2304: forward of {self.model_name} wrote a value that requires a gradient to the "
                     f"buffer {_short(names[place])!r}",
                     fix=f"self.{_short(names[place])}.copy_(value.detach())",
                 )
 
     def _check_alike(self, run: Run) -> None:
-        names, places = [*self.buffers], self.recorded.alike if self._call.trains else ()
+        names, places = [*self.buffers], self.recorded.alike if self.call.trains else ()
         for name, value in ((names[place], run.buffers[place]) for place in places):
             if not are_alike(value, self._used.first_value(self.buffers[name], value)):
                 raise problem(
                     ExecutionError,
                     f"MC2505: the spectral norm {_short(name)!r} was computed more often on one shard than on another",
                     "each time updates its vectors, which replicas have in common",
-                    f"call its module once in each forward of {self._model_name}, with all examples at once",
+                    f"call its module once in each forward of {self.model_name}, with all examples at once",
                 )
 
 
