@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence, Set
-from typing import NamedTuple, Protocol, cast
+from collections.abc import Iterable, Sequence, Set
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import fx
@@ -52,22 +52,6 @@ class UsedParameters:
         return id(parameter) in self._used
 
 
-class OpaqueBackward(Protocol):
-    @property
-    def has_ended(self) -> bool:
-        pass
-
-    @property
-    def may_wait(self) -> bool:
-        """False if the backward holds a resource that other replicas need."""
-
-    def has(self, place: int) -> bool:
-        """True if a parameter's gradient is available."""
-
-    def run(self, on_gradient: Callable[[], object] = lambda: None) -> None:
-        """May be called once. Calls ``on_gradient`` in this thread after each gradient."""
-
-
 class RunInputs(NamedTuple):
     seed: torch.Tensor | None
     leaves: Sequence[torch.Tensor]
@@ -85,10 +69,8 @@ class OpaqueRuns(Protocol):
     def evaluation(self, inputs: RunInputs) -> list[torch.Tensor]:
         """Like `forward`, without a token; there may be no loss."""
 
-    def backward(
-        self, token: torch.Tensor, tangent: torch.Tensor | None, tangents: Sequence[torch.Tensor]
-    ) -> OpaqueBackward:
-        """``tangent``: the gradient of the loss (None for 1); ``tangents``: those of outputs, without a loss."""
+    def backward(self, token: torch.Tensor, tangent: torch.Tensor | None, tangents: Sequence[torch.Tensor]) -> Any:
+        """Takes the gradient of the loss (None for 1) and those of outputs. Its result has each gradient as it comes."""
 
     def gradient(
         self, token: torch.Tensor, tangent: torch.Tensor | None, place: int, tangents: Sequence[torch.Tensor]
@@ -126,9 +108,7 @@ class OpaqueSteps:
         return used
 
 
-def backward_of(
-    call: int, token: torch.Tensor, tangent: torch.Tensor | None, tangents: Sequence[torch.Tensor]
-) -> OpaqueBackward:
+def backward_of(call: int, token: torch.Tensor, tangent: torch.Tensor | None, tangents: Sequence[torch.Tensor]) -> Any:
     return _call_of(call).backward(token, tangent, tangents)
 
 
@@ -139,18 +119,8 @@ def _call_of(number: int) -> OpaqueRuns:
     return call
 
 
-def _fake_results(
-    tokens: Sequence[torch.Tensor],
-    call: int,
-    seed: torch.Tensor | None,
-    leaves: list[torch.Tensor],
-    parameters: list[torch.Tensor],
-    buffers: list[torch.Tensor],
-    loss_dtype: torch.dtype | None,
-    written: list[int],
-    output_dtypes: list[torch.dtype],
-    output_sizes: list[int],
-) -> list[torch.Tensor]:
+def _fake_results(tokens: Sequence[torch.Tensor], *args: Any) -> list[torch.Tensor]:
+    *_, parameters, buffers, loss_dtype, written, output_dtypes, output_sizes = args
     loss = [parameters[0].new_empty((), dtype=loss_dtype)] if loss_dtype is not None else []
     outputs = _outputs(parameters[0], output_dtypes, output_sizes)
     return [*loss, *tokens, *_like([buffers[place] for place in written]), *outputs]

@@ -77,18 +77,8 @@ def _results(
     return [hidden, *(state.index_select(1, back) for state in last)]
 
 
-def _fake_forward(
-    values: torch.Tensor,
-    kind: str,
-    states: Sequence[torch.Tensor],
-    parameters: Sequence[torch.Tensor],
-    lengths: torch.Tensor | None,
-    has_biases: bool,
-    num_layers: int,
-    bidirectional: bool,
-    products: torch.dtype | None,
-    is_recorded: bool,
-) -> list[torch.Tensor]:
+def _fake_forward(values: torch.Tensor, kind: str, states: Sequence[torch.Tensor], *options: Any) -> list[torch.Tensor]:
+    *_, bidirectional, _, is_recorded = options
     time, batch, _ = values.shape
     hidden = values.new_empty(time, batch, states[0].shape[2] * (2 if bidirectional else 1))
     results = [hidden, *(state.new_empty(state.shape) for state in states)]

@@ -141,8 +141,7 @@ from mirrorc.torch_internals.tracing.substituted_calls import (
     traced_instead,
 )
 from mirrorc.torch_internals.tracing.tracing import (
-    export_forward_graph,
-    export_joint_graph,
+    export_graph,
     failing_node,
     guards_of,
     is_users_file,

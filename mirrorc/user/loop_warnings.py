@@ -6,7 +6,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,27 +26,16 @@ _SCALER = "mirrorc.compile(..., scaler=scaler), for a GradScaler"
 _DONE = "when mirrorc's step returns, it has made its update already, and it leaves no gradients"
 
 
-class PendingGradients(Protocol):
-    """Gradients accumulated for a step's next update."""
-
-    @property
-    def has_any(self) -> bool: ...
-
-    def first_of(self, ids: Collection[int]) -> str | None:
-        """The first parameter with one of these ids and an accumulated gradient."""
-        ...
-
-    def drop(self, ids: Collection[int]) -> None: ...
-
-
 class GradientHabits:
     """Warns once of each call in the training loop that has no effect beside a compiled step.
 
     Attributes:
         has_trained: the step has run; no warnings come before.
+        pending: the gradients accumulated for the next update. ``first_of(ids)`` names the first parameter among these
+            ids that has one.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor], groups: OptimizerGroups, pending: PendingGradients) -> None:
+    def __init__(self, parameters: Iterable[torch.Tensor], groups: OptimizerGroups, pending: Any) -> None:
         self.has_trained = False
         self.pending = pending
         self._parameters = {id(parameter): parameter for parameter in parameters}

@@ -400,12 +400,9 @@ def with_lists_of_examples(
     number = _num_examples(values[0] if len(values) == 1 and type(values[0]) is tuple else values)
     are_lists = number is None
     length = _length_of_lists(values) if number is None else number
-    return _each_marked(args, kwargs, length, are_lists) if length is not None else (args, kwargs)
+    if length is None:
+        return args, kwargs
 
-
-def _each_marked(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int, are_lists: bool
-) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     def marked(value: Any) -> Any:
         split = _marked(value, length, _DEPTH)
         is_left = are_lists and split is value and type(value) is list  # its tensors may have as many rows by chance

@@ -136,15 +136,9 @@ class EvaluationCall(TrainingCall):
     trains = False
 
     def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: Callable[..., Any] | None,
-        structure: Structure,
-        plain: Mapping[str, Any] | None = None,
-        *,
-        keeps_outputs: bool = False,
+        self, model: nn.Module, loss_fn: Any, structure: Structure, *plain: Any, keeps_outputs: bool = False
     ) -> None:
-        super().__init__(model, loss_fn, structure, plain, keeps_outputs=True)  # forward returns a pair in any case
+        super().__init__(model, loss_fn, structure, *plain, keeps_outputs=True)  # forward returns a pair in any case
         self._wants_outputs = keeps_outputs
         self.needs_loss = loss_fn is not None and any(name == "target" for name, _ in structure[1])
 

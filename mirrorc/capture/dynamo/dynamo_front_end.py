@@ -58,8 +58,7 @@ from mirrorc.torch_internals import (
     asked_for_class,
     called_while_traced,
     checked_autograd_functions,
-    export_forward_graph,
-    export_joint_graph,
+    export_graph,
     give_values,
     guards_of,
     is_drawn,
@@ -115,7 +114,7 @@ class DynamoFrontEnd(FrontEnd):
         _copy_aliased_loss(traced.graph)
         with _Explained(model_name, leaves, traced.graph):
             names = tuple(outputs.types) if outputs is not None else ()
-            joint = export_joint_graph(stack, traced, leaves, {**decompositions, **BAGS_AS_ROWS}, names)
+            joint = export_graph(stack, traced, leaves, {**decompositions, **BAGS_AS_ROWS}, names)
         joint.numbers = guards_of(traced).number_inputs()
         joint.outside, joint.looked_up = outside, looked_up
         return Traced(
@@ -153,7 +152,7 @@ class DynamoFrontEnd(FrontEnd):
         refuse_effects(traced.graph, model_name)
         with_time_first, outside = leaves_with_time_first(traced.graph), take_outside_variables(traced, call, leaves)
         with _Explained(model_name, leaves):
-            graph = export_forward_graph(stack, traced, leaves, decompositions, names)
+            graph = export_graph(stack, traced, leaves, decompositions, names, trains=False)
         graph.numbers = guards_of(traced).number_inputs()
         graph.outside = outside
         return Traced(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence, Set
-from typing import cast
 
 import torch
 from torch import nn
@@ -30,7 +29,7 @@ from mirrorc.capture.eager.eager_run import (
 )
 from mirrorc.capture.eager.module_copies import ModuleCopy
 from mirrorc.capture.eager.rng_streams import ReplicaStream, generator_states
-from mirrorc.capture.eager.run_exchange import Others, RunExchange, not_joined
+from mirrorc.capture.eager.run_exchange import RunExchange, not_joined
 from mirrorc.capture.eager.run_outputs import difference, read_run
 from mirrorc.capture.model.transient_attributes import CARRIED, AssignedAttributeError, Attribute
 from mirrorc.custom_ops.eager_calls import RunInputs, UsedParameters
@@ -239,7 +238,7 @@ class OpaqueCall:
     def _exchange_of(self, run: Run) -> ReplicaExchange:
         if not self.recorded.exchanges:
             return refused_exchange(not_joined(self.model_name))
-        return RunExchange(cast("Others", current_exchange()), run.stream, self.state, self.model_name)
+        return RunExchange(current_exchange(), run.stream, self.state, self.model_name)
 
     def _end(self, run: Run, phase: str) -> None:
         if isinstance(run.exchange, RunExchange):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from types import FrameType
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -17,24 +17,15 @@ from mirrorc.messages.problem import problem
 from mirrorc.torch_internals import is_users_file
 
 
-class Others(Protocol):
-    """The other replicas of a step."""
-
-    place: int
-    count: int
-
-    def meet_at(self, subject: str, kind: str, value: torch.Tensor, rows: int) -> torch.Tensor:
-        """Exchanges a value with replicas that pass the same subject. Without a kind, returns the value itself."""
-
-
 class RunExchange:
     """Exchanges values with other replicas, which run while this one waits.
 
     All replicas must exchange at the same line, or in the backward of the same exchange. Otherwise values would match
-    only by chance.
+    only by chance. ``others.meet_at(subject, kind, value, rows)`` exchanges a value with replicas that pass the same
+    subject; without a kind, it returns the value itself.
     """
 
-    def __init__(self, others: Others, stream: ReplicaStream | None, state: CarriedState, model_name: str) -> None:
+    def __init__(self, others: Any, stream: ReplicaStream | None, state: CarriedState, model_name: str) -> None:
         self.place, self.count, self.number = others.place, others.count, 0
         self._others, self._stream, self._state, self._model_name = others, stream, state, model_name
         self._subjects: dict[int, str] = {}

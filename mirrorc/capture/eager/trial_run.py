@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,9 +115,9 @@ def first_runs(
     )
     if common.exchanges and opaque.state.is_advanced:
         raise problem(CaptureError, *advances_state(model_name))
-    notes = tuple(
-        dict.fromkeys([*(note for run in each for note in run.notes), *_notes_on_transient(transient, model_name)])
-    )
+    unkept = [*dict.fromkeys(name for _, name in sorted(transient))]
+    on_transient = [Note(unkept_attributes(model_name, unkept))] if unkept else []
+    notes = tuple(dict.fromkeys([*(note for run in each for note in run.notes), *on_transient]))
     buffers = [(i, name, buffer) for i, (name, buffer) in enumerate(opaque.buffers.items()) if i in written]
     sizes = [{len(leaf) for leaf in part if leaf.dim()} for part in parts]
     rows = tuple(name for i, name, old in buffers if writes_rows(old, [run.buffers[i] for run in each], sizes))
@@ -328,13 +328,6 @@ def _untrained(run: Run, opaque: OpaqueCall) -> tuple[Note, ...]:
     shapes = ", ".join(str(list(parameter.shape)) for parameter in unknown[:3])
     reached = f"{counted(len(unknown), 'parameter')} of modules that neither holds, {shapes}"
     return (Note(untrained_text(model_name, reached)),)
-
-
-def _notes_on_transient(transient: Set[Attribute], model_name: str) -> list[Note]:
-    if not transient:
-        return []
-    names = [*dict.fromkeys(name for _, name in sorted(transient))]
-    return [Note(unkept_attributes(model_name, names))]
 
 
 class _ObservedOperators:

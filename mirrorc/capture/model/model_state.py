@@ -61,7 +61,8 @@ class ModelState:
         self.named_modules = [named for root in self._roots.values() for named in root.named_modules()]
         self._modules = [module for _, module in self.named_modules]
         self._refuse_hidden()
-        self._dicts = [attributes for module in self._modules for attributes in _dicts_of(module)]
+        self._dicts = [vars(module) for module in self._modules]
+        self._dicts += [members for module in self._modules for _, members in _members_of(module)]
         self._sizes = list(map(len, self._dicts))
         self._plain = [place for module in self._modules for place in _plain_attributes(module)]
         self._hooks = [hooks for module in self._modules for hooks in hook_tables(module)] + global_hook_tables()
@@ -253,10 +254,6 @@ def _is_plain(value: Any) -> bool:
 def _plain_attributes(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
     carried = CARRIED.of(module)
     return [(vars(module), key) for key, value in vars(module).items() if _is_plain(value) and key not in carried]
-
-
-def _dicts_of(module: nn.Module) -> list[dict[str, Any]]:
-    return [vars(module), *(members for _, members in _members_of(module))]
 
 
 def _member(members: Mapping[str, Any], key: str) -> Any:

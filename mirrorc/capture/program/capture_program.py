@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -123,18 +122,11 @@ def capture_program(
         for leaf in training_call.differentiated:
             tensors[leaf].requires_grad_()
     rows = GatheredRows(shards.num_examples, runs, workers, shards.rows_elsewhere)
-    capture_all = functools.partial(
-        _capture_each,
-        front_end,
-        training_call,
-        call,
-        examples,
-        rows,
-        state,
-        optimizers,
-        decompositions,
-        are_sizes_symbolic=any(symbolic),
-    )
+
+    def capture_all() -> list[CapturedGraph]:
+        about = (call, examples, rows, state, optimizers, decompositions)
+        return _capture_each(front_end, training_call, *about, are_sizes_symbolic=any(symbolic))
+
     captured = rows.capture_until_stable(capture_all, model_name)
     captured = with_numbers_of_each(captured) if shards.microbatches else captured
     _refuse_splits(captured, runs, call, shards, devices, model_name)

@@ -33,7 +33,10 @@ def seed_random_ops(graph: fx.Graph, seed: fx.Node) -> int:
             if node.target is aten.native_dropout.default:
                 _replace_dropout(graph, node, seed, stream)
             else:
-                _replace_by_seeded(graph, node, seed, stream)
+                kwargs = {key: value for key, value in node.kwargs.items() if key != "generator"}
+                new = _insert(graph, node, seeded(node.target), (seed, stream, *node.args), kwargs)
+                node.replace_all_uses_with(new)
+                graph.erase_node(node)
         stream += 1
     return stream
 
@@ -106,13 +109,6 @@ def _follow(graph: fx.Graph, changed: set[fx.Node]) -> None:
             ) from None
         if strides_of(node.meta["val"]) != was:
             changed.add(node)
-
-
-def _replace_by_seeded(graph: fx.Graph, node: fx.Node, seed: fx.Node, stream: int) -> None:
-    kwargs = {key: value for key, value in node.kwargs.items() if key != "generator"}
-    new = _insert(graph, node, seeded(node.target), (seed, stream, *node.args), kwargs)
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
 
 
 def _insert(graph: fx.Graph, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:

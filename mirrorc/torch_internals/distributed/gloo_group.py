@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -41,7 +41,10 @@ class GlooGroup:
         places = _places(store, rank, num_workers)
         with _opening:
             before = open_sockets()
-            options = _options(ProcessGroupGloo, places, timeout_seconds)
+            options: Any = ProcessGroupGloo._Options()
+            devices = [ProcessGroupGloo.create_device(**place) for place in places]
+            options._devices = devices or [ProcessGroupGloo.create_default_device()]
+            options._timeout = timedelta(seconds=timeout_seconds)
             listening = {_port(n) for n, inode in open_sockets().items() if before.get(n) != inode and _is_listening(n)}
         self._group: Any = ProcessGroupGloo(store, rank, num_workers, options)
         store.set(f"ports/{rank}", " ".join(map(str, listening)))
@@ -102,13 +105,6 @@ class GlooGroup:
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8)
-
-
-def _options(kind: Any, places: Sequence[Mapping[str, str]], timeout_seconds: float) -> Any:
-    options = kind._Options()
-    options._devices = [kind.create_device(**place) for place in places] or [kind.create_default_device()]
-    options._timeout = timedelta(seconds=timeout_seconds)
-    return options
 
 
 def _places(store: Any, rank: int, num_workers: int) -> list[dict[str, str]]:

@@ -246,7 +246,7 @@ def build_guards(
     needed = [guard for guard in guards if _is_needed(guard.name, guard.create_fn_name())]
     scope = scope_of_guards(module)
     variables = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    _empty(guards)
+    (guards if hasattr(guards, "clear") else guards.inner).clear()  # the second in torch 2.11
     for guard in needed:
         if guard.create_fn_name() != "TENSOR_MATCH":
             guards.add(guard, collect_debug_stack=False)
@@ -269,13 +269,6 @@ def build_guards(
     return DynamoGuards(
         manager, module, captured.traced_code, list(dict.fromkeys(guard.name for guard in needed)), inputs, drawn
     )
-
-
-def _empty(guards: Any) -> None:
-    if hasattr(guards, "clear"):
-        guards.clear()
-    else:  # torch 2.11
-        guards.inner.clear()
 
 
 def _identity(guard: Any, scope: dict[str, Any]) -> Any:

@@ -19,11 +19,6 @@ _COUNTER = "num_batches_tracked"  # of forwards that write a batch norm's statis
 _OF_MODEL = ("L['self'].model.", "L['self']._modules['model']")  # the beginning of expressions through the model
 
 
-class OutsideTensor(NamedTuple):
-    node: fx.Node
-    tensor: torch.Tensor
-
-
 class ReadVariable(NamedTuple):
     """A parameter or buffer that a graph reads from outside of the traced module.
 
@@ -64,13 +59,13 @@ def _copied(module: nn.Module | None, copies: dict[nn.Module, nn.Module]) -> nn.
     return copy
 
 
-def outside_tensors(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> list[OutsideTensor]:
+def outside_tensors(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> list[tuple[fx.Node, torch.Tensor]]:
     """Tensors that a graph reads, other than ``leaves`` and its module's parameters and buffers."""
     codegen: Any = traced.graph._codegen
     read: _ModulesTensors = codegen.dynamo_bytecode_flatten
     known = {*map(id, leaves), *read.named}
     inputs = zip(traced.graph.find_nodes(op="placeholder"), read(*leaves), strict=True)
-    return [OutsideTensor(n, t) for n, t in inputs if isinstance(t, torch.Tensor) and id(t) not in known]
+    return [(n, t) for n, t in inputs if isinstance(t, torch.Tensor) and id(t) not in known]
 
 
 def module_variables(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> dict[fx.Node, str]:
@@ -205,9 +200,5 @@ def give_values(traced: fx.GraphModule, values: Sequence[fx.Node]) -> None:
     codegen: Any = traced.graph._codegen
     module: Any = traced
     traced.graph.output_node().args = (tuple(values),)
-    codegen.dynamo_bytecode_unflatten = module._dynamo_bytecode_unflatten = _as_they_are
+    codegen.dynamo_bytecode_unflatten = module._dynamo_bytecode_unflatten = lambda values, inputs: tuple(values)
     traced.recompile()
-
-
-def _as_they_are(values: Sequence[object], inputs: Sequence[object]) -> tuple[object, ...]:
-    return tuple(values)

@@ -4,22 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
 _ABSENT = object()
 _FROM_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE: attributes of other classes cannot be set
-
-
-@dataclass(frozen=True, eq=False)
-class _Method:
-    owner: type
-    name: str
-    method: Any
-
-    def is_same(self) -> bool:
-        return _looked_up(self.owner, self.name) is self.method
 
 
 class TracedMethods:
@@ -35,9 +24,9 @@ class TracedMethods:
             self._enter_functions(_functions_in(value))
             for kind in (type(value), value) if isinstance(value, type) else (type(value),):
                 self._enter_class(kind)
-        plain = {key: method for key, method in self._entries.items() if getattr(*key, None) is method}
-        self._plain = [(owner, name, method) for (owner, name), method in plain.items()]
-        self._others = [_Method(*key, method) for key, method in self._entries.items() if key not in plain]
+        methods = [(*key, method) for key, method in self._entries.items()]
+        self._plain = [each for each in methods if getattr(each[0], each[1], None) is each[2]]
+        self._others = [each for each in methods if getattr(each[0], each[1], None) is not each[2]]
         self._codes = [(function, function.__code__) for function in self._functions.values()]
 
     def _enter_class(self, kind: type) -> None:
@@ -76,13 +65,13 @@ class TracedMethods:
                 return False
         if self._cells and any(_content(cell) is not kind for cell, kind in self._cells):
             return False
-        return not self._others or all(method.is_same() for method in self._others)
+        return not self._others or all(_looked_up(owner, name) is method for owner, name, method in self._others)
 
     def broken(self) -> str:
         """Describes the first change; may be empty."""
-        for method in (*(_Method(*entry) for entry in self._plain), *self._others):
-            if not method.is_same():
-                return f"{method.owner.__name__}.{method.name} was replaced"
+        for owner, name, method in (*self._plain, *self._others):
+            if _looked_up(owner, name) is not method:
+                return f"{owner.__name__}.{name} was replaced"
         for function, code in self._codes:
             if function.__code__ is not code:
                 return f"the code of {function.__qualname__} was replaced"

@@ -184,27 +184,20 @@ def _logging_methods() -> set[Callable[..., Any]]:
     return {getattr(logging.Logger, name) for name in names if hasattr(logging.Logger, name)}
 
 
-def export_joint_graph(
+def export_graph(
     stack: contextlib.ExitStack,
     traced: fx.GraphModule,
     leaves: Sequence[torch.Tensor],
     decompositions: Mapping[Any, Callable[..., Any]],
     outputs: Sequence[str] = (),
+    *,
+    trains: bool = True,
 ) -> JointGraph:
-    joint, (loss, *others) = _exported(stack, traced, leaves, decompositions)
-    joint.loss, joint.outputs = loss, dict(zip(outputs, others, strict=True))
-    return joint
-
-
-def export_forward_graph(
-    stack: contextlib.ExitStack,
-    traced: fx.GraphModule,
-    leaves: Sequence[torch.Tensor],
-    decompositions: Mapping[Any, Callable[..., Any]],
-    outputs: Sequence[str],
-) -> JointGraph:
-    with torch.no_grad():
+    """A graph of forward and backward, whose first result is the loss; of forward alone unless ``trains``."""
+    with contextlib.nullcontext() if trains else torch.no_grad():
         joint, nodes = _exported(stack, traced, leaves, decompositions)
+    if trains:
+        joint.loss, *nodes = nodes
     joint.outputs = dict(zip(outputs, nodes, strict=True))
     return joint
 

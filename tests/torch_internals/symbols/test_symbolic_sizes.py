@@ -42,7 +42,7 @@ def joint() -> Iterator[JointGraph]:
     internals.mark_symbolic(leaf, [0, 1])
     module = Traced()
     with contextlib.ExitStack() as stack:
-        yield internals.export_joint_graph(stack, internals.trace_full_graph(module, [leaf]), [leaf], {})
+        yield internals.export_graph(stack, internals.trace_full_graph(module, [leaf]), [leaf], {})
 
 
 def values_of(joint: JointGraph) -> list[torch.Tensor]:
