@@ -20,8 +20,8 @@ from mirrorc.capture.call.call_arguments import Call
 from mirrorc.capture.call.shards import Shards
 from mirrorc.capture.call.signature import Signature
 from mirrorc.capture.call.training_call import TrainingCall
-from mirrorc.capture.diagnostics.weighted_means import WeightedMean, weighted_mean
-from mirrorc.capture.dynamo.sync_batch_norm import synchronizes
+from mirrorc.capture.diagnostics.loss_means import WeightedMean, weighted_mean
+from mirrorc.capture.dynamo.traced_substitutes import synchronizes
 from mirrorc.capture.eager.python_state import restored_state
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.capture.model.refused_models import check_model

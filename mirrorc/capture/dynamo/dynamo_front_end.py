@@ -36,14 +36,18 @@ from mirrorc.capture.diagnostics.capture_errors import (
     shape_depends_on_values,
 )
 from mirrorc.capture.diagnostics.known_failures import DATA_DEPENDENT
-from mirrorc.capture.diagnostics.loss_reduction import reductions_of
+from mirrorc.capture.diagnostics.loss_means import reductions_of, weighted_means_of
 from mirrorc.capture.diagnostics.python_effects import Note, assigned_buffers, changed_arguments, dropped_effects
 from mirrorc.capture.diagnostics.split_effects import leaves_with_time_first
 from mirrorc.capture.diagnostics.untrained_tensors import untrained_tensors
-from mirrorc.capture.diagnostics.weighted_means import weighted_means_of
 from mirrorc.capture.dynamo.drawn_branches import DECIDING, DrawnScalar, DrawnScalarDecides
-from mirrorc.capture.dynamo.sync_batch_norm import SYNCHRONIZED
-from mirrorc.capture.dynamo.traced_substitutes import ASKED_OF_CLASSES, TRACED_INSTEAD, VALIDATIONS, masking_functions
+from mirrorc.capture.dynamo.traced_substitutes import (
+    ASKED_OF_CLASSES,
+    SYNCHRONIZED,
+    TRACED_INSTEAD,
+    VALIDATIONS,
+    masking_functions,
+)
 from mirrorc.capture.front_ends.front_end import FrontEnd, Traced
 from mirrorc.capture.model.external_variables import take_outside_variables
 from mirrorc.capture.model.refused_models import refuse_modules

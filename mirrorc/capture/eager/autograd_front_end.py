@@ -15,7 +15,7 @@ from torch import fx, nn
 from mirrorc.capture.call.call_arguments import Constant
 from mirrorc.capture.call.traced_outputs import TracedOutputs
 from mirrorc.capture.call.training_call import TrainingCall
-from mirrorc.capture.dynamo.sync_batch_norm import has_substitute, synchronizes
+from mirrorc.capture.dynamo.traced_substitutes import has_substitute, synchronizes
 from mirrorc.capture.eager.eager_call import OpaqueCall
 from mirrorc.capture.eager.trial_run import first_runs
 from mirrorc.capture.front_ends.front_end import FrontEnd, Traced

@@ -13,9 +13,9 @@ from torch.nn.utils.parametrize import is_parametrized
 from mirrorc.capture.call.traced_outputs import UnreadableOutputError, noted_marks
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.diagnostics.capture_errors import refuse_complex
-from mirrorc.capture.diagnostics.identical_buffers import are_alike
 from mirrorc.capture.diagnostics.python_effects import cached_parametrizations, is_like, other_buffer
 from mirrorc.capture.diagnostics.untrained_tensors import outside_of_module
+from mirrorc.capture.diagnostics.written_buffers import are_alike
 from mirrorc.capture.eager.carried_state import CarriedState
 from mirrorc.capture.eager.eager_run import (
     Recorded,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mirrorc.capture.dynamo.sync_batch_norm import SYNCHRONIZED, has_substitute
+from mirrorc.capture.dynamo.traced_substitutes import SYNCHRONIZED, has_substitute
 from mirrorc.capture.model.function_module import with_copies
 from mirrorc.capture.model.transient_attributes import (
     Attribute,

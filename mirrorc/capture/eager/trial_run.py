@@ -22,13 +22,12 @@ from mirrorc.capture.diagnostics.capture_errors import (
     shapes_of,
     sparse_gradient,
 )
-from mirrorc.capture.diagnostics.identical_buffers import are_alike, vectors_of_spectral_norms
+from mirrorc.capture.diagnostics.loss_means import WeightedMean, weighted_mean_of_operator
 from mirrorc.capture.diagnostics.python_effects import Note, assigned_attribute, unkept_attributes
 from mirrorc.capture.diagnostics.split_effects import is_undefined
 from mirrorc.capture.diagnostics.untrained_tensors import outside_of_module, untrained_text
-from mirrorc.capture.diagnostics.weighted_means import WeightedMean, weighted_mean_of_operator
-from mirrorc.capture.diagnostics.written_rows import writes_rows
-from mirrorc.capture.dynamo.sync_batch_norm import buffers_of_synchronized_norms
+from mirrorc.capture.diagnostics.written_buffers import are_alike, vectors_of_spectral_norms, writes_rows
+from mirrorc.capture.dynamo.traced_substitutes import buffers_of_synchronized_norms
 from mirrorc.capture.eager.eager_call import OpaqueCall
 from mirrorc.capture.eager.eager_run import Recorded, Run, note_reach, reached_otherwise, reached_text
 from mirrorc.capture.eager.python_state import Changes

@@ -16,9 +16,8 @@ import torch
 from mirrorc.capture.call.traced_outputs import TracedOutputs
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.diagnostics.capture_errors import RaisedError, RaisedInTraceError, UnreadableError
-from mirrorc.capture.diagnostics.loss_reduction import Reduction
+from mirrorc.capture.diagnostics.loss_means import Reduction, WeightedMean
 from mirrorc.capture.diagnostics.python_effects import Note
-from mirrorc.capture.diagnostics.weighted_means import WeightedMean
 from mirrorc.errors import CaptureError
 from mirrorc.ir.graph_edits import collector_paused
 from mirrorc.messages.problem import message, problem, with_line

@@ -24,12 +24,10 @@ from mirrorc.capture.call.step_outputs import Outputs, outputs_of, refuse_output
 from mirrorc.capture.call.traced_outputs import TracedOutputs
 from mirrorc.capture.call.training_call import BuffersAssigned, TrainingCall
 from mirrorc.capture.diagnostics.capture_errors import EVEN_BATCHES
-from mirrorc.capture.diagnostics.identical_buffers import aggregation_alike
-from mirrorc.capture.diagnostics.loss_reduction import notes_on_reductions
+from mirrorc.capture.diagnostics.loss_means import differences_in, notes_on_reductions, remarks_on
 from mirrorc.capture.diagnostics.python_effects import Note
 from mirrorc.capture.diagnostics.split_effects import refuse_split_time, refuse_undefined, undefined_in
-from mirrorc.capture.diagnostics.weighted_means import differences_in, remarks_on
-from mirrorc.capture.diagnostics.written_rows import notes_on_rows
+from mirrorc.capture.diagnostics.written_buffers import aggregation_alike, notes_on_rows
 from mirrorc.capture.front_ends.front_end import AUTO, AllGuards, FrontEnd, front_end_named
 from mirrorc.capture.model.model_state import ModelState, free_name
 from mirrorc.capture.program.captured_graph import CapturedGraph, capture, outputs_for

@@ -13,8 +13,8 @@ from torch import fx
 from mirrorc.capture.call.traced_outputs import TracedOutputs
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.diagnostics.capture_errors import refuse_written_inputs, sparse_gradient
-from mirrorc.capture.diagnostics.identical_buffers import Computation, vectors_of_spectral_norms, written_alike
-from mirrorc.capture.dynamo.sync_batch_norm import buffers_of_synchronized_norms
+from mirrorc.capture.diagnostics.written_buffers import Computation, vectors_of_spectral_norms, written_alike
+from mirrorc.capture.dynamo.traced_substitutes import buffers_of_synchronized_norms
 from mirrorc.capture.front_ends.front_end import FrontEnd, Traced, tracing
 from mirrorc.capture.model.external_variables import OutsideNames, check_outside_writes, numbered
 from mirrorc.capture.rewrites.operator_effects import keep_asserts
