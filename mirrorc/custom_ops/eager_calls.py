@@ -96,9 +96,8 @@ def register_call(call: OpaqueRuns) -> int:
 
 class OpaqueSteps:
     def __init__(self, graphs: Sequence[fx.Graph]) -> None:
-        found = [
-            graph.find_nodes(op="call_function", target=of) for graph in graphs for of in (run_forward, take_gradient)
-        ]
+        targets = (run_forward, take_gradient)
+        found = [graph.find_nodes(op="call_function", target=each) for graph in graphs for each in targets]
         nodes = itertools.chain.from_iterable(found)
         self._numbers = sorted({cast("int", node.args[0]) for node in nodes})
 

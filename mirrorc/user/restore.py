@@ -183,9 +183,8 @@ class _SavedTensor:
 def slots_of(cls: type) -> tuple[types.MemberDescriptorType, ...]:
     """Slots of a class and its bases. They access attributes without the class's methods."""
     with_slots = [vars(base) for base in cls.__mro__ if "__slots__" in vars(base)]
-    return tuple(
-        member for names in with_slots for member in names.values() if type(member) is types.MemberDescriptorType
-    )
+    members = [member for names in with_slots for member in names.values()]
+    return tuple(member for member in members if type(member) is types.MemberDescriptorType)
 
 
 PLAIN = (str, int, float, complex, bool, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -213,9 +212,7 @@ def are_equal(first: Any, second: Any, depth: int = 0) -> bool:
         if isinstance(first, dict) and list(first) != list(second):
             return False
         items = [(*(each.values() if isinstance(each, dict) else each),) for each in (first, second)]
-        return len(first) == len(second) and all(
-            are_equal(a, b, depth + 1) for a, b in zip(items[0], items[1], strict=True)
-        )
+        return len(first) == len(second) and all(are_equal(a, b, depth + 1) for a, b in zip(*items, strict=True))
     return False
 
 

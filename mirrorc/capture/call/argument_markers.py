@@ -183,9 +183,7 @@ def _reduced(tensors: list[torch.Tensor], op: str, dim: int | None) -> torch.Ten
 def _gathered(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:
     if all(tensor.dim() == 0 for tensor in tensors):
         return torch.stack(tensors)
-    other_sizes = {
-        (t.dim(), *(size for i, size in enumerate(t.shape) if i != dim % t.dim())) for t in tensors if t.dim()
-    }
+    other_sizes = {(t.dim(), *(n for i, n in enumerate(t.shape) if i != dim % t.dim())) for t in tensors if t.dim()}
     if len(other_sizes) > 1 or not all(t.dim() for t in tensors):
         raise _other_shapes(tensors, "pad them, or take value.values")
     return torch.cat(tensors, dim)

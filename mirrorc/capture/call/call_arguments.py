@@ -258,9 +258,8 @@ def _flatten_examples(value: Examples, path: str, leaves: list[Leaf], count: Lea
     columns = [tuple(leaf.tensor for leaf in column) for column in zip(*each, strict=True)]
     for i, (structure, of_item) in enumerate(zip(structures, each, strict=True)):
         children.append(_shift(structure, len(leaves)))
-        leaves += [
-            dataclasses.replace(leaf, column=column, place=i) for leaf, column in zip(of_item, columns, strict=True)
-        ]
+        both = zip(of_item, columns, strict=True)
+        leaves += [dataclasses.replace(leaf, column=column, place=i) for leaf, column in both]
     return ("examples", (value.is_marked, ()), tuple(children))
 
 

@@ -70,9 +70,8 @@ class ChangingSizes:
             return ()
         seen = self._seen.get(key)
         if seen is None:
-            none: list[list[frozenset[int]]] = [
-                [frozenset()] * next(iter(_tensors(leaf))).dim() for leaf in call.leaves
-            ]
+            ranks = [next(iter(_tensors(leaf))).dim() for leaf in call.leaves]
+            none: list[list[frozenset[int]]] = [[frozenset()] * rank for rank in ranks]
             seen = self._seen[key] = _Seen(_shapes(call), none, [set() for _ in call.leaves])
         for leaf, sizes, symbolic in zip(call.leaves, seen.sizes, seen.symbolic, strict=True):
             if leaf.counts_items:

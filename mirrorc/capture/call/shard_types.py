@@ -52,9 +52,7 @@ def graphs_to_capture(
     distinct = [first[kind] for kind in kinds]
     if not distinct:
         distinct = [_stand_in_types(shard_types(shards.tensors[0], devices[0].torch_device), call)]
-    return distinct, tuple(
-        tuple(kinds.index(kind_of[types]) for types in types_of_replica) for types_of_replica in types_of
-    )
+    return distinct, tuple(tuple(kinds.index(kind_of[types]) for types in of_replica) for of_replica in types_of)
 
 
 def _kind(types: ShardTypes, symbolic: SymbolicDims) -> Any:

@@ -78,9 +78,7 @@ def split_call(
             columns.append(_resolved(leaf.tensor).split_with_sizes(sizes))
         else:
             columns.append([_resolved(leaf.tensor).detach()] * num_replicas)
-    parts = tuple(
-        tuple(size for size in _even_part_sizes(shard_size, microbatches, fewest) if size) for shard_size in sizes
-    )
+    parts = tuple(tuple(filter(None, _even_part_sizes(size, microbatches, fewest))) for size in sizes)
     is_whole = all(len(part_sizes) <= 1 for part_sizes in parts)
     if not is_whole:
         _refuse_microbatches(call)

@@ -101,9 +101,8 @@ def refuse_outputs_apart(
 ) -> None:
     """Refuses outputs that differ between microbatches, or that workers without examples cannot produce."""
     apart = [name for name, how in ways.items() if how == "apart"]
-    constants = zip(
-        *([leaf for leaf in outputs.leaves if leaf.kind is LeafKind.CONSTANT] for outputs in traced), strict=False
-    )
+    each = [[leaf for leaf in outputs.leaves if leaf.kind is LeafKind.CONSTANT] for outputs in traced]
+    constants = zip(*each, strict=False)
     apart += [
         first.path
         for first, *others in constants

@@ -101,9 +101,8 @@ def _reduction(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def _batch_of(node: fx.Node) -> list[fx.Node]:
-    return [
-        source for source in ancestors(node) if source.op == "placeholder" and leaf_of_placeholder(source) is not None
-    ]
+    placeholders = [source for source in ancestors(node) if source.op == "placeholder"]
+    return [source for source in placeholders if leaf_of_placeholder(source) is not None]
 
 
 def notes_on_reductions(
@@ -180,9 +179,7 @@ class Targets:
     device: torch.device
 
     def of(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        inputs = [
-            tensors[leaf].to(self.device) if dim is None else tensors[leaf].shape[dim] for leaf, dim in self.inputs
-        ]
+        inputs = [tensors[i].to(self.device) if dim is None else tensors[i].shape[dim] for i, dim in self.inputs]
         try:
             with torch.no_grad(), torch.random.fork_rng():
                 return self.graph(*inputs)
@@ -210,9 +207,8 @@ def weighted_mean(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     arguments = bound_arguments(_WITH_TARGETS, function, args, kwargs)
     if arguments is None or arguments["reduction"] != "mean":
         return None
-    return WeightedMean(
-        function.__name__, arguments["target"], arguments["weight"] is not None, arguments["ignore_index"]
-    )
+    is_weighted = arguments["weight"] is not None
+    return WeightedMean(function.__name__, arguments["target"], is_weighted, arguments["ignore_index"])
 
 
 def weighted_mean_of_operator(operator: Any, args: Sequence[Any], line: Callable[[], str]) -> WeightedMean | None:

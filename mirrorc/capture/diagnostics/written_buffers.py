@@ -151,9 +151,7 @@ def written_alike(
         remaining = {name for name in alike if is_same[writes[name]]}
         if remaining == alike:
             made = _expressions(node for node in graph.nodes if is_same[node])
-            return {
-                name: Computation(made[writes[name]], name in vectors, name not in reduced) for name in sorted(alike)
-            }
+            return {n: Computation(made[writes[n]], n in vectors, n not in reduced) for n in sorted(alike)}
         alike = remaining
 
 

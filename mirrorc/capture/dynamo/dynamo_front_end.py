@@ -355,7 +355,5 @@ def _is_masked(place: Any, mask: Any, value: Any) -> bool:
         return False
     is_mask = chosen.dtype == torch.bool and chosen.shape == source.shape[: chosen.dim()] and chosen.dim() > 0
     counted = len([*itertools.dropwhile(lambda size: size == 1, assigned.shape)])  # PyTorch leaves out leading ones
-    is_alike = (
-        counted <= source.dim() - chosen.dim() and assigned.dim() <= source.dim() and assigned.dtype == source.dtype
-    )
-    return is_mask and is_alike and assigned.requires_grad
+    fits = counted <= source.dim() - chosen.dim() and assigned.dim() <= source.dim()
+    return is_mask and fits and assigned.dtype == source.dtype and assigned.requires_grad

@@ -67,9 +67,7 @@ def _fits(shape: Any, batch_shape: Any, event_shape: Any) -> bool:
     if len(shape) < num_dims or tuple(shape[len(shape) - num_dims :]) != tuple(event_shape):
         return False
     before = tuple(shape[: len(shape) - num_dims])
-    return all(
-        size == other or 1 in (size, other) for size, other in zip(before[::-1], batch_shape[::-1], strict=False)
-    )
+    return all(n == other or 1 in (n, other) for n, other in zip(before[::-1], batch_shape[::-1], strict=False))
 
 
 def _kl_divergence(p: Any, q: Any) -> torch.Tensor:
@@ -112,9 +110,7 @@ def masking_functions(root: nn.Module) -> Mapping[Callable[..., Any], Callable[.
         and (function := getattr(sys.modules.get(file), _NAME, None)) is not None
         and function.__module__ == file  # not a substitute by the user
     ]
-    return {
-        function: masked_spans for function in functions if list(inspect.signature(function).parameters) == _PARAMETERS
-    }
+    return {each: masked_spans for each in functions if list(inspect.signature(each).parameters) == _PARAMETERS}
 
 
 def masked_spans(

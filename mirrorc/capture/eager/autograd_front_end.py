@@ -173,9 +173,7 @@ class _GraphBuilder:
         self.parameters = [
             self.placeholder_like(f"parameter_{i}", variable) for i, variable in enumerate(call.parameters.values())
         ]
-        self.buffers = [
-            self.placeholder_like(f"buffer_{i}", variable) for i, variable in enumerate(call.buffers.values())
-        ]
+        self.buffers = [self.placeholder_like(f"buffer_{i}", value) for i, value in enumerate(call.buffers.values())]
         self.seed = self.placeholder_like("seed", torch.empty((), dtype=torch.int64)) if call.recorded.draws else None
         self.number = register_call(call)
 

@@ -359,9 +359,7 @@ def _backward_of(
 ) -> None:
     """Backward from outputs. It begins with their tangents times the weight of the caller's loss."""
     roots = [run.attached[name] for name in names]
-    tangents = [
-        run.tangents[name] if run.tangents is not None else torch.ones_like(run.attached[name]) for name in names
-    ]
+    tangents = list(map(torch.ones_like, roots)) if run.tangents is None else [run.tangents[name] for name in names]
     if roots:
         weighted = [tangent * weight.to(tangent) for tangent in tangents]
         torch.autograd.backward(roots, weighted, retain_graph=keeps_graph, inputs=inputs)

@@ -24,6 +24,7 @@ from mirrorc.capture.model.transient_attributes import (
 from mirrorc.torch_internals import ScriptCopy, is_script_module, renew_recurrent_weights
 
 _TABLES = ("_parameters", "_buffers", "_modules")
+_BUFFERS = 1 + _TABLES.index("_buffers")  # the place of the table after the attributes
 _DEEPEST = 8
 """The search depth in nested containers, which may contain themselves."""
 
@@ -38,13 +39,10 @@ class ModuleCopy:
 
     def __init__(self, root: nn.Module) -> None:
         modules, scripts = _outside_of_scripts(root)
-        self._copies: dict[int, nn.Module] = {
-            id(module): object.__new__(unwatched_class(type(module))) for module in modules
-        }
+        self._copies: dict[int, nn.Module] = {id(m): object.__new__(unwatched_class(type(m))) for m in modules}
         self._scripts = [ScriptCopy(module) for module in scripts]
-        self._copies_of_all = self._copies | {
-            id(source): copy for script in self._scripts for source, copy in script.pairs
-        }
+        of_scripts = {id(source): copy for script in self._scripts for source, copy in script.pairs}
+        self._copies_of_all = self._copies | of_scripts
         self.originals = modules
         self._pairs = [(vars(module), vars(self._copies[id(module)])) for module in modules]
         self._loaded: list[tuple[dict[str, Any], ...]] = []
@@ -142,11 +140,9 @@ class ModuleCopy:
         Buffers of several modules are left out, because an assignment changes one module only.
         """
         assigned = []
-        held = Counter(
-            id(buffer) for loaded in self._loaded for buffer in loaded[1 + _TABLES.index("_buffers")].values()
-        )
+        held = Counter(id(buffer) for loaded in self._loaded for buffer in loaded[_BUFFERS].values())
         for (_, attributes), loaded in zip(self._pairs, self._loaded, strict=True):
-            now, before = attributes.get("_buffers", {}), loaded[1 + _TABLES.index("_buffers")]
+            now, before = attributes.get("_buffers", {}), loaded[_BUFFERS]
             for key, buffer in before.items():
                 value = now.get(key)
                 are_tensors = isinstance(value, torch.Tensor) and isinstance(buffer, torch.Tensor)

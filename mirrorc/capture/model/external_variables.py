@@ -35,9 +35,8 @@ def take_outside_variables(
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     is_ordinary = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-    return (
-        is_ordinary and tensor.grad_fn is None and not (tensor.is_meta or tensor.is_quantized or tensor.is_inference())
-    )
+    is_odd = tensor.is_meta or tensor.is_quantized or tensor.is_inference()
+    return is_ordinary and tensor.grad_fn is None and not is_odd
 
 
 def check_outside_writes(joint: JointGraph, names: Mapping[str, str], model_name: str) -> None:
@@ -81,9 +80,7 @@ class OutsideNames:
     def counters_of(self, outside: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, torch.Tensor]]:
         """For each running statistic in ``outside``, the name and tensor of its layer's counter of forwards."""
         counters = {name: self._counters.get(id(tensor), lambda: None)() for name, tensor in outside.items()}
-        return {
-            name: (self._known[id(counter)][1], counter) for name, counter in counters.items() if counter is not None
-        }
+        return {name: (self._known[id(each)][1], each) for name, each in counters.items() if each is not None}
 
     def _name_of(self, tensor: torch.Tensor, called: str, taken: Set[str]) -> str:
         known = self._known.get(id(tensor))

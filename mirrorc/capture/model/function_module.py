@@ -81,7 +81,7 @@ def _modules_in_use(value: Any, depth: int = 0) -> Iterator[nn.Module]:
     elif isinstance(value, FunctionType):
         held = [*inspect.getclosurevars(value).nonlocals.values(), *(value.__defaults__ or ())]
         held += [
-            each for name in global_names(value.__code__) if isinstance(each := value.__globals__.get(name), nn.Module)
+            each for each in map(value.__globals__.get, global_names(value.__code__)) if isinstance(each, nn.Module)
         ]
     elif callable(value) or depth:
         held = [*getattr(value, "__dict__", {}).values()] if not isinstance(value, type) else []

@@ -82,9 +82,8 @@ class ModelState:
 
     def _rescan_modules(self) -> None:
         self._scan_modules()
-        members_now = [
-            (members, key) for module in self._modules for _, members in _members_of(module) for key in members
-        ]
+        tables = [members for module in self._modules for _, members in _members_of(module)]
+        members_now = [(members, key) for members in tables for key in members]
         self._added = [(members, key) for members, key in members_now if (id(members), key) not in self._first_members]
         self._added_now = self._find_added()
 

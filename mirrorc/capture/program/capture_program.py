@@ -137,9 +137,9 @@ def capture_program(
     parts = shards.by_microbatch(call)
     means_of = [captured[index].traced.weighted_means for indices in runs for index in indices]
     means_of = [*captured[0].traced.means_of_shards] or means_of
-    outputs = (
-        _gathered(captured, runs, call, shards, loss_reduction, trace_grown) if training_call.keeps_outputs else None
-    )
+    outputs = None
+    if training_call.keeps_outputs:
+        outputs = _gathered(captured, runs, call, shards, loss_reduction, trace_grown)
     return CapturedProgram(
         _program(captured, runs, call, shards, devices, state, optimizers, loss_reduction),
         {name: value for graph in captured for name, value in graph.constants.items()},
@@ -255,9 +255,7 @@ def _capture_each(
             try:
                 return [captured_from(shard, tensors) for shard, tensors in enumerate(examples_of)]
             except BuffersAssigned as error:
-                assert not set(error.paths) <= set(training_call.assigned), (
-                    "a buffer that is known stays the same tensor"
-                )
+                assert not set(error.paths) <= set(training_call.assigned), "a known buffer stays the same tensor"
                 training_call.assigned = (*training_call.assigned, *error.paths)
 
     model_name = type(training_call.model).__name__

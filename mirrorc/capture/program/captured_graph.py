@@ -270,9 +270,8 @@ def _constant_name(node: fx.Node, taken: Set[str]) -> str:
 
 
 def _copied_meta(node: fx.Node) -> dict[str, Any]:
-    meta: dict[str, Any] = {
-        key: node.meta[key] for key in ("val", "stack_trace", "nn_module_stack") if key in node.meta
-    }
+    keys = ("val", "stack_trace", "nn_module_stack")
+    meta: dict[str, Any] = {key: node.meta[key] for key in keys if key in node.meta}
     if "nn_module_stack" not in meta and "fwd_nn_module_stack" in node.meta:  # backward of that module
         meta["nn_module_stack"] = node.meta["fwd_nn_module_stack"]
     return meta

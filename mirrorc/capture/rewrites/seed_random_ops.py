@@ -70,9 +70,8 @@ def _replace_dropout(graph: fx.Graph, node: fx.Node, seed: fx.Node, stream: int)
         user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
         graph.erase_node(user)
     graph.erase_node(node)
-    _follow(
-        graph, {new for new, was in zip(results, noted, strict=True) if strides_of(new.meta["val"]) != was.stride()}
-    )
+    both = zip(results, noted, strict=True)
+    _follow(graph, {new for new, was in both if strides_of(new.meta["val"]) != was.stride()})
 
 
 def _draw(graph: fx.Graph, node: fx.Node, seed: fx.Node, stream: int, keep: float) -> fx.Node:

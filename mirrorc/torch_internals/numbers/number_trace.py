@@ -125,9 +125,7 @@ class NumberTrace:
         if any(self.kind_of(source) in (int, float) for source in node.all_input_nodes):
             return False
         constants = [arg for arg in node.args if not isinstance(arg, fx.Node)]
-        return all(
-            isinstance(arg, int | float) and float(kind(arg)) == float(arg) for kind in narrow for arg in constants
-        )
+        return all(isinstance(n, int | float) and float(kind(n)) == float(n) for kind in narrow for n in constants)
 
     def _function_of(self, node: fx.Node) -> Callable[..., Any] | None:
         target: Any = node.target

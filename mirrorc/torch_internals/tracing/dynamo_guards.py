@@ -278,9 +278,7 @@ def _identity(guard: Any, scope: dict[str, Any]) -> Any:
 
     is_array = guard.name.startswith("___from_numpy(")  # each evaluation makes a new tensor
     source = guard.originating_source.base if is_array else guard.originating_source
-    is_number = is_array and any(
-        isinstance(value, np.number) and value == value for value in _evaluated(source.name, scope)
-    )
+    is_number = is_array and any(isinstance(v, np.number) and v == v for v in _evaluated(source.name, scope))
     identity = source.make_guard(GuardBuilder.EQUALS_MATCH if is_number else GuardBuilder.ID_MATCH)
     identity.user_stack = guard.user_stack
     return identity

@@ -64,9 +64,8 @@ class PythonWrite:
     @property
     def is_read_by_changing(self) -> bool:
         """True for a generator or an iterator: a read changes it."""
-        return (
-            self.parts == ("[",) and not isinstance(self.owner, list | dict | set | deque) and self.owner is not MISSING
-        )
+        is_collection = isinstance(self.owner, list | dict | set | deque)
+        return self.parts == ("[",) and not is_collection and self.owner is not MISSING
 
     @property
     def can_be_applied(self) -> bool:

@@ -215,9 +215,8 @@ def _exported(
     arguments = [known.get(leaf, tensor) for leaf, tensor in enumerate(leaves)]
     stack.enter_context(no_states_of_gpus())
     with ordered_linalg_checks(), lazy_graph_modules():
-        exported = aot_export_joint_with_descriptors(
-            stack, traced, tuple(arguments), decompositions=dict(decompositions)
-        )
+        table = dict(decompositions)
+        exported = aot_export_joint_with_descriptors(stack, traced, tuple(arguments), decompositions=table)
     graph_module = exported.graph_module
     remove_effect_tokens(graph_module)
     output = next(node for node in graph_module.graph.nodes if node.op == "output")
@@ -301,6 +300,5 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 def _mirrorcs_folders() -> tuple[str, ...]:
     """In a checkout, passes and runtime lie beside mirrorc."""
     specs = (importlib.util.find_spec(name) for name in ("mirrorc", "mirrorc.passes", "mirrorc.runtime"))
-    return tuple(
-        f"{folder}{os.sep}" for spec in specs if spec is not None for folder in spec.submodule_search_locations or ()
-    )
+    folders = (folder for spec in specs if spec is not None for folder in spec.submodule_search_locations or ())
+    return tuple(f"{folder}{os.sep}" for folder in folders)
