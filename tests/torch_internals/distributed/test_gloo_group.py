@@ -11,7 +11,7 @@ import torch
 from torch import distributed
 
 from mirrorc.torch_internals import GlooGroup
-from mirrorc.torch_internals.distributed import gloo_group
+from mirrorc.torch_internals.distributed import process_groups
 
 
 def opened(stores: Sequence[Any] = (), seconds: float = 60.0) -> list[GlooGroup]:
@@ -79,8 +79,8 @@ def test_a_group_connects_over_the_way_to_its_store(monkeypatch: pytest.MonkeyPa
     beneath = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     store = distributed.PrefixStore("a", distributed.PrefixStore("b", beneath))
     for group in opened([store, store.clone()]):
-        assert group._connected or not gloo_group.open_sockets()  # where the sockets of a process cannot be seen
-    assert gloo_group._is_loopback(store.get("address/0").decode())
+        assert group._connected or not process_groups.open_sockets()  # where the sockets of a process cannot be seen
+    assert process_groups._is_loopback(store.get("address/0").decode())
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
     with pytest.raises(RuntimeError, match="no-such-interface"):
         GlooGroup(distributed.HashStore(), 0, 1, 60.0)
@@ -105,11 +105,11 @@ def test_the_machine_of_the_store_listens_where_others_reach_it(
         store.set(f"address/{rank}", address)
     for rank, place in enumerate(places):
         own = found[rank]
-        monkeypatch.setattr(gloo_group, "_address_towards", lambda host, own=own: own if not host else "192.0.2.1")
-        assert gloo_group._places(store, rank, len(found)) == ([{"hostname": place}] if place else [])
+        monkeypatch.setattr(process_groups, "_address_towards", lambda host, own=own: own if not host else "192.0.2.1")
+        assert process_groups._places(store, rank, len(found)) == ([{"hostname": place}] if place else [])
 
 
 def test_an_address_on_the_way_to_a_host() -> None:
-    assert gloo_group._address_towards("127.0.0.1") == "127.0.0.1"
-    assert gloo_group._is_loopback(gloo_group._address_towards("localhost"))
-    assert gloo_group._address_towards("no-such-host.invalid") == gloo_group._address_towards("") == ""
+    assert process_groups._address_towards("127.0.0.1") == "127.0.0.1"
+    assert process_groups._is_loopback(process_groups._address_towards("localhost"))
+    assert process_groups._address_towards("no-such-host.invalid") == process_groups._address_towards("") == ""

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from mirrorc.torch_internals.distributed.sockets import connections_since, is_any_closed, open_sockets
+from mirrorc.torch_internals.distributed.process_groups import connections_since, is_any_closed, open_sockets
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="the sockets of a process cannot be seen")
 

@@ -1,20 +1,20 @@
-"""Private gloo groups that can end at once, unlike torch's global groups."""
+"""Private groups of workers: gloo's end at once, NCCL's never end the process, both unlike torch's global groups."""
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
 import os
+import select
 import socket
+import stat
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
-
-from mirrorc.torch_internals.distributed.sockets import is_any_closed, open_sockets
 
 _ANY_PORT = 9  # nothing is sent
 _ENDLESS = timedelta(days=3650)
@@ -169,3 +169,129 @@ def _let_go_of_all() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_let_go_of_all)
+
+
+def open_sockets() -> dict[int, int]:
+    """Socket inodes by file descriptor; empty without ``/proc``."""
+    inodes: dict[int, int] = {}
+    if not os.path.isdir("/proc/self/fd"):  # as on macOS
+        return inodes
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            status = os.stat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                inodes[int(name)] = status.st_ino
+    return inodes
+
+
+def connections_since(before: Mapping[int, int], port: int) -> dict[int, int]:
+    """Sockets that were connected to a remote port after ``before``, an earlier `open_sockets`."""
+    return {n: inode for n, inode in open_sockets().items() if before.get(n) != inode and _leads_to(n, port)}
+
+
+def is_any_closed(sockets: Mapping[int, int]) -> bool:
+    """The cost does not depend on the number of open files."""
+    return any(not _is_there(number, inode) or _is_closed(number) for number, inode in sockets.items())
+
+
+def _is_there(number: int, inode: int) -> bool:
+    try:
+        status = os.fstat(number)
+    except OSError:  # no such file
+        return False
+    return stat.S_ISSOCK(status.st_mode) and status.st_ino == inode
+
+
+def _leads_to(number: int, port: int) -> bool:
+    try:
+        with socket.socket(fileno=os.dup(number)) as duplicate:
+            return bool(duplicate.getpeername()[1] == port)
+    except (OSError, IndexError, TypeError):  # not connected, or no network socket
+        return False
+
+
+def _is_closed(number: int) -> bool:
+    looking = select.poll()
+    looking.register(number, select.POLLRDHUP)
+    return bool(looking.poll(0))
+
+
+_HIGH = -1  # a priority of CUDA streams
+_WITHOUT_ENDING_THE_PROCESS = {  # torch's threads end it for a late worker or a failed GPU; here, a wait reports them
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+}
+
+
+class NcclGroup:
+    """A group of workers with a GPU each, outside of torch's registry. Tested only with one worker.
+
+    One thread at a time may launch collectives, in the same order on all workers, on the operand's stream. The
+    constructor waits for all workers without a timeout.
+    """
+
+    def __init__(self, store: Any, rank: int, num_workers: int, device: torch.device) -> None:
+        kind: Any = getattr(torch.distributed, "ProcessGroupNCCL", None)  # not in every build of torch
+        if kind is None:
+            raise RuntimeError("this build of torch has no NCCL")
+        options = kind.Options(is_high_priority_stream=True)
+        options._timeout = _ENDLESS  # the waiting code has a bound
+        current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+        with current, _in_environment(_WITHOUT_ENDING_THE_PROCESS):
+            self._group: Any = kind(store, rank, num_workers, options)
+        self._ends: Any = torch.cuda.Stream(device, priority=_HIGH)  # follows NCCL's progress
+        self.is_cut = False
+        self.all_reduce(torch.zeros(1, device=device)).wait()  # connects
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any:
+        work = self._group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor])
+        with torch.cuda.stream(self._ends):
+            work.wait()  # the stream waits, not the host
+            end = torch.cuda.Event(blocking=True)
+            end.record(self._ends)
+        return _Work(self, work, end)
+
+    @property
+    def is_broken(self) -> bool:
+        """Always False: NCCL does not report a lost worker."""
+        return False
+
+    def cut(self) -> None:
+        """Ends all collectives on this worker with an error, without telling other workers; idempotent."""
+        if self.is_cut:
+            return
+        self.is_cut = True
+        aborting = threading.Thread(target=self._abort, name="mirrorc ends NCCL", daemon=True)
+        try:
+            aborting.start()  # NCCL may take long, and the caller must go on
+        except RuntimeError:  # the interpreter ends
+            self._abort()
+
+    def _abort(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._group.abort()
+
+
+class _Work:
+    def __init__(self, group: NcclGroup, work: Any, end: Any) -> None:
+        self._group, self._work, self._end = group, work, end
+
+    def wait(self) -> None:
+        self._end.synchronize()
+        if self._group.is_cut:  # an aborted collective ends like any other
+            raise RuntimeError("the connection to the other workers is closed")
+
+
+@contextlib.contextmanager
+def _in_environment(variables: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
