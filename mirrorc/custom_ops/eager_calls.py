@@ -6,7 +6,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterable, Sequence, Set
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
@@ -59,35 +59,12 @@ class RunInputs(NamedTuple):
     buffers: Sequence[torch.Tensor]
 
 
-class OpaqueRuns(Protocol):
-    def begin_step(self, used: UsedParameters) -> None:
-        pass
-
-    def forward(self, inputs: RunInputs) -> list[torch.Tensor]:
-        """Returns the loss, a token for backward, new values of written buffers, and outputs."""
-
-    def evaluation(self, inputs: RunInputs) -> list[torch.Tensor]:
-        """Like `forward`, without a token; there may be no loss."""
-
-    def backward(self, token: torch.Tensor, tangent: torch.Tensor | None, tangents: Sequence[torch.Tensor]) -> Any:
-        """Takes the gradient of the loss (None for 1) and those of outputs. Its result has each gradient as it comes."""
-
-    def gradient(
-        self, token: torch.Tensor, tangent: torch.Tensor | None, place: int, tangents: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        """Returns the gradient of a parameter or argument, once. Runs backward if it has not begun.
-
-        Args:
-            place: index of the parameter; indices of arguments follow.
-        """
-
-
-_calls: weakref.WeakValueDictionary[int, OpaqueRuns] = weakref.WeakValueDictionary()
+_calls: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 
 
-def register_call(call: OpaqueRuns) -> int:
-    """Returns the lowest free number."""
+def register_call(call: Any) -> int:
+    """Returns the lowest free number for an `OpaqueCall`."""
     with _lock:
         number = next(number for number in itertools.count() if number not in _calls)
         _calls[number] = call
@@ -111,7 +88,7 @@ def backward_of(call: int, token: torch.Tensor, tangent: torch.Tensor | None, ta
     return _call_of(call).backward(token, tangent, tangents)
 
 
-def _call_of(number: int) -> OpaqueRuns:
+def _call_of(number: int) -> Any:
     call = _calls.get(number)
     if call is None:
         raise RuntimeError(f"the forward {number} that is run as plain PyTorch is gone: its program was dropped")
@@ -152,7 +129,7 @@ run_forward = register(
     tags=FIXED_STRIDES,
 )
 """``run_forward(call, seed, leaves, parameters, buffers, loss_dtype, written, output_dtypes, output_sizes)`` is
-`OpaqueRuns.forward`; ``exchanges=True`` if replicas exchange values in it.
+`OpaqueCall.forward`; ``exchanges=True`` if replicas exchange values in it.
 
 Results: the loss, a scalar; a token, an int64 on the CPU; new values of the buffers at ``written``; contiguous outputs.
 ``output_sizes`` has the form of `sizes_of`. Python side effects of the call must not last.
@@ -166,7 +143,7 @@ take_gradient = register(
     lambda call, token, tangent, like, place, tangents=None: _like([like])[0],
     tags=FIXED_STRIDES,
 )
-"""``take_gradient(call, token, tangent, like, place, tangents)`` is `OpaqueRuns.gradient` for the tensor at ``place``,
+"""``take_gradient(call, token, tangent, like, place, tangents)`` is `OpaqueCall.gradient` for the tensor at ``place``,
 which is ``like``.
 
 ``tangent`` (the gradient of the loss; None for 1) and ``tangents`` (the gradients of outputs) are the same for all
@@ -179,6 +156,6 @@ run_evaluation = register(
     lambda *args, **_: _fake_results([], *args),
     tags=FIXED_STRIDES,
 )
-"""`OpaqueRuns.evaluation`: `run_forward` without a token, and without a loss if ``loss_dtype`` is None."""
+"""`OpaqueCall.evaluation`: `run_forward` without a token, and without a loss if ``loss_dtype`` is None."""
 
 OPAQUE = (run_forward, take_gradient, run_evaluation)
