@@ -25,13 +25,14 @@ from mirrorc.capture.dynamo.traced_substitutes import synchronizes
 from mirrorc.capture.eager.python_state import restored_state
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.capture.model.refused_models import check_model
+from mirrorc.capture.rewrites.seed_random_ops import draws_now
 from mirrorc.custom_ops.replica_collectives import exchanging, refused_exchange
 from mirrorc.errors import MirrorcError
 from mirrorc.messages.problem import message, problem
-from mirrorc.torch_internals import replaced_operators, schema_of
+from mirrorc.torch_internals import replaced_operators
 
 
-class ObservedCalls:
+class ObservedCalls(TorchFunctionMode):
     """Calls that couple examples, in an evaluation of a loss.
 
     Attributes:
@@ -40,36 +41,27 @@ class ObservedCalls:
     """
 
     def __init__(self, by_running_statistics: bool = False) -> None:
+        super().__init__()
         self.num_batch_norms = 0
         self.weighted: list[tuple[WeightedMean, int, int]] = []
         self.unequal_draws: set[str] = set()
         self._by_running_statistics = by_running_statistics
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        observed = self
-
-        class Watch(TorchFunctionMode):
-            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                return observed._call(func, args, kwargs or {})
-
-        with Watch():
-            yield
-
-    def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        mean = weighted_mean(function, args, kwargs)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        mean = weighted_mean(func, args, kwargs)
         if mean is not None and isinstance(mean.target, torch.Tensor) and not mean.target.is_floating_point():
             left_out = int((mean.target == mean.ignore_index).sum())
             self.weighted.append((mean, left_out, mean.target.numel()))
-        if function in _BATCH_NORMS:
-            bound = _BATCH_NORMS[function].bind(*args, **kwargs)
+        if func in _BATCH_NORMS:
+            bound = _BATCH_NORMS[func].bind(*args, **kwargs)
             bound.apply_defaults()
             if bound.arguments["training"]:
                 self.num_batch_norms += 1
                 if self._by_running_statistics:
                     _use_running_statistics(bound.arguments)
-                    return function(*bound.args, **bound.kwargs)
-        return function(*args, **kwargs)
+                    return func(*bound.args, **bound.kwargs)
+        return func(*args, **kwargs)
 
 
 _BATCH_NORMS = {F.batch_norm: inspect.signature(F.batch_norm)}
@@ -112,7 +104,7 @@ class Evaluation:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
             _replace_buffers(self._call)
-            with observed.watching(), self._draws.replacing():
+            with observed, self._draws.replacing():
                 loss = self._call(*copies)
             if loss.numel() != 1 or not loss.requires_grad:
                 raise problem(
@@ -169,15 +161,13 @@ class _EqualDraws:
         self._first: list[torch.Tensor] = []
         self._place = 0
 
-    @contextlib.contextmanager
-    def replacing(self) -> Iterator[None]:
+    def replacing(self) -> contextlib.AbstractContextManager[Any]:
         self._place = 0
-        with replaced_operators(self._replace):
-            yield
+        return replaced_operators(self._replace)
 
     def _replace(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = operator.overloadpacket.__name__
-        if torch.Tag.nondeterministic_seeded not in operator.tags or not _draws_now(operator, args, kwargs):
+        if torch.Tag.nondeterministic_seeded not in operator.tags or not draws_now(operator, args, kwargs):
             return NotImplemented
         if operator is torch.ops.aten.native_dropout.default:
             return self._dropout(*args, **kwargs)
@@ -203,14 +193,6 @@ class _EqualDraws:
         else:
             self.unequal.add(name)
         return drawn
-
-
-def _draws_now(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Attention without dropout draws no random numbers."""
-    arguments = schema_of(operator).arguments
-    values = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
-    dropout = next((argument for argument in arguments if argument.name == "dropout_p"), None)
-    return dropout is None or values.get("dropout_p", dropout.default_value) != 0.0
 
 
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}

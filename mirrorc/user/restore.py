@@ -20,15 +20,13 @@ CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
 _BASES = (OrderedDict, dict, list, set, deque)  # a subclass before its base
 
 
-@contextlib.contextmanager
-def restored(root: nn.Module) -> Iterator[None]:
+def restored(root: nn.Module) -> contextlib.AbstractContextManager[Any]:
     """Undoes a block's changes to a module and its submodules, even if the block fails.
 
     Restores attributes of modules and the contents of collections among them; memory, shape, ``requires_grad`` and
     ``grad`` of parameters and buffers; and values of buffers.
     """
-    with put_back_after([*_attributes(root), *_variables(root)]):
-        yield
+    return put_back_after([*_attributes(root), *_variables(root)])
 
 
 def _attributes(root: nn.Module) -> list[Callable[[], object]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -88,14 +88,12 @@ class ModuleCopy:
             for attributes in (self._pairs[place][1], self._loaded[place][0]):
                 attributes.pop(name, None)
 
-    @contextlib.contextmanager
-    def alone(self, carried: Set[Attribute] = frozenset()) -> Iterator[None]:
+    def alone(self, carried: Set[Attribute] = frozenset()) -> contextlib.AbstractContextManager[Any]:
         """Makes reads of originals' attributes fail if runs assign them: runs assign only the copies' attributes."""
         names: dict[nn.Module, set[str]] = {}
         for place, name in self._transient | carried:
             names.setdefault(self.originals[place], set()).add(name)
-        with unread_elsewhere(names):
-            yield
+        return unread_elsewhere(names)
 
     def run(self, *args: Any) -> Any:
         """Runs without TorchScript's profile-guided optimization."""

@@ -192,7 +192,8 @@ def _first_run(
         copies = [leaf.detach().clone() for leaf in leaves]
         opaque.state.restart()
         try:
-            with (observed := _ObservedOperators()).watching():
+            observed = _ObservedOperators()
+            with replaced_operators(observed.note):
                 run = opaque.run_forward(stream, copies, parameters, buffers, frozenset(transient), is_first=True)
             break
         except AssignedAttributeError as error:
@@ -346,12 +347,7 @@ class _ObservedOperators:
         """Includes writes through ``.data``, and of equal values."""
         return storage_key(tensor) in self._written
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        with replaced_operators(self._note):
-            yield
-
-    def _note(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def note(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not self.undefined and is_undefined(operator, args, kwargs):
             self.undefined = _running_line() or str(operator)
         if (mean := weighted_mean_of_operator(operator, args, _running_line)) is not None:

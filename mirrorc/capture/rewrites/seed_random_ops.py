@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,10 +48,13 @@ def is_random(node: fx.Node) -> bool:
         return False
     if target.namespace == "mirrorc" or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    if target is aten.native_dropout.default:
-        return True
-    arguments = schema_of(target).arguments
-    values = {a.name: v for a, v in zip(arguments, node.args, strict=False)} | dict(node.kwargs)
+    return target is aten.native_dropout.default or draws_now(target, node.args, node.kwargs)
+
+
+def draws_now(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Attention without dropout draws no random numbers."""
+    arguments = schema_of(operator).arguments
+    values = {a.name: v for a, v in zip(arguments, args, strict=False)} | dict(kwargs)
     dropout = next((a for a in arguments if a.name == "dropout_p"), None)
     return dropout is None or bool(values.get("dropout_p", dropout.default_value) != 0.0)
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 
-@contextlib.contextmanager
-def replaced_operators(replace: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+def replaced_operators(
+    replace: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
+) -> contextlib.AbstractContextManager[Any]:
     """Replaces results of this thread's operators, below autograd, by ``replace(operator, args, kwargs)``.
 
     NotImplemented stands for the operator's own result. Operators within ``replace`` are not replaced.
@@ -22,8 +23,7 @@ def replaced_operators(replace: Callable[[Any, tuple[Any, ...], dict[str, Any]],
             result = replace(func, args, kwargs or {})
             return func(*args, **(kwargs or {})) if result is NotImplemented else result
 
-    with Replace():
-        yield
+    return Replace()
 
 
 def is_operator(target: Any) -> bool:

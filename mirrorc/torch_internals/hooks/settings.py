@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import starmap
 from types import MethodType
 from typing import Any
@@ -212,12 +212,10 @@ def dispatch_modes() -> list[str]:
     return [type(mode).__name__ for mode in _get_current_dispatch_mode_stack()]
 
 
-@contextmanager
-def without_dispatch_modes() -> Iterator[None]:
+def without_dispatch_modes() -> AbstractContextManager[Any]:
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with _disable_current_modes():
-        yield
+    return _disable_current_modes()
 
 
 def has_hooks_on_saved_tensors() -> bool:

@@ -192,8 +192,7 @@ def captured_output() -> Iterator[list[Any]]:
         yield outputs
 
 
-@contextlib.contextmanager
-def guarded_results() -> Iterator[None]:
+def guarded_results() -> contextlib.AbstractContextManager[Any]:
     """Makes Dynamo guard Python values that forward only returns, such as a string argument.
 
     Dynamo's code reads such values in each call, but mirrorc saves them.
@@ -208,8 +207,7 @@ def guarded_results() -> Iterator[None]:
             value.realize()
         generate(self, value, *args, **kwargs)
 
-    with patch.object(PyCodegen, "__call__", guarding):
-        yield
+    return patch.object(PyCodegen, "__call__", guarding)
 
 
 _DESCRIPTORS = (
@@ -218,8 +216,7 @@ _DESCRIPTORS = (
 )
 
 
-@contextlib.contextmanager
-def guarded_descriptors() -> Iterator[None]:
+def guarded_descriptors() -> contextlib.AbstractContextManager[Any]:
     """Makes Dynamo guard methods and properties of C classes, such as an attribute that is `torch.Tensor.add`."""
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.variables.builder import VariableBuilder, install_guard
@@ -231,8 +228,7 @@ def guarded_descriptors() -> Iterator[None]:
             install_guard(self.source.make_guard(GuardBuilder.ID_MATCH))
         return wrap(self, value)
 
-    with patch.object(VariableBuilder, "_wrap", wrap_guarded):
-        yield
+    return patch.object(VariableBuilder, "_wrap", wrap_guarded)
 
 
 def build_guards(
@@ -313,13 +309,11 @@ def metrics_if_heard() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def guards_not_timed() -> Iterator[None]:
+def guards_not_timed() -> contextlib.AbstractContextManager[Any]:
     """Keeps Dynamo from timing new guards, because this flushes the processor's caches (20 ms and more)."""
     from torch._dynamo import guards
 
-    with patch.object(guards, "profile_guard_manager", lambda *_: 0.0):
-        yield
+    return patch.object(guards, "profile_guard_manager", lambda *_: 0.0)
 
 
 _ABSENT = object()

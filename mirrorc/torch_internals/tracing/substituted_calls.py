@@ -46,8 +46,7 @@ def traced_instead(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -
         yield
 
 
-@contextlib.contextmanager
-def called_while_traced(functions: Collection[Callable[..., Any]]) -> Iterator[None]:
+def called_while_traced(functions: Collection[Callable[..., Any]]) -> contextlib.AbstractContextManager[Any]:
     """Makes traces of this thread call these Python functions with constants, without tracing them.
 
     A function must return a constant, or a function that is traced when it is called.
@@ -64,8 +63,7 @@ def called_while_traced(functions: Collection[Callable[..., Any]]) -> Iterator[N
         result = self.fn(*(arg.as_python_constant() for arg in args), **constants)
         return UserFunctionVariable(result) if isinstance(result, FunctionType) else ConstantVariable.create(result)
 
-    with patch.object(UserFunctionVariable, "call_function", call_function):
-        yield
+    return patch.object(UserFunctionVariable, "call_function", call_function)
 
 
 @contextlib.contextmanager
@@ -84,8 +82,7 @@ def noted_calls(function: Callable[..., Any]) -> Iterator[list[int]]:
         yield lines
 
 
-@contextlib.contextmanager
-def asked_for_class(kind: type) -> Iterator[None]:
+def asked_for_class(kind: type) -> contextlib.AbstractContextManager[Any]:
     """Makes traces of this thread treat objects of ``kind`` as Python does.
 
     isinstance() uses ``__class__``, but Dynamo ignores it if given a tuple of classes. Attributes are looked up in
@@ -114,8 +111,7 @@ def asked_for_class(kind: type) -> Iterator[None]:
     methods: dict[str, Any] = {"python_type": class_of}
     if looked_up is not None:
         methods["lookup_class_mro_attr"] = look_up
-    with patch.multiple(UserDefinedObjectVariable, **methods):
-        yield
+    return patch.multiple(UserDefinedObjectVariable, **methods)
 
 
 def traced_file() -> str:
@@ -126,8 +122,7 @@ def traced_file() -> str:
     return stack[-1].filename if stack else ""
 
 
-@contextlib.contextmanager
-def returned_out_arguments() -> Iterator[None]:
+def returned_out_arguments() -> contextlib.AbstractContextManager[Any]:
     """Makes torch functions return the tensor of ``out=`` itself in traces of this thread.
 
     Dynamo returns a new variable, so ``self.u = torch.mul(a, b, out=self.u)`` seems to assign an attribute.
@@ -143,12 +138,10 @@ def returned_out_arguments() -> Iterator[None]:
         is_out = isinstance(out, TensorVariable) and isinstance(result, TensorVariable)
         return out if is_out and threading.get_ident() == thread else result
 
-    with patch.object(TorchInGraphFunctionVariable, "call_function", call_function):
-        yield
+    return patch.object(TorchInGraphFunctionVariable, "call_function", call_function)
 
 
-@contextlib.contextmanager
-def made_leaves() -> Iterator[None]:
+def made_leaves() -> contextlib.AbstractContextManager[Any]:
     """Makes traces of this thread accept ``requires_grad = True`` on computed values.
 
     The graph is the same, because backward leads only to parameters. Dynamo still refuses values from before the trace,
@@ -170,8 +163,7 @@ def made_leaves() -> Iterator[None]:
                 return ConstantVariable.create(None)
         return call(self, tx, args, kwargs)
 
-    with patch.object(kind, "call_function", call_function):
-        yield
+    return patch.object(kind, "call_function", call_function)
 
 
 def _is_separate_leaf(node: Any) -> bool:
