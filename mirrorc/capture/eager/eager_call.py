@@ -24,8 +24,6 @@ from mirrorc.capture.eager.eager_run import (
     ThreadModes,
     note_reach,
     parameter_of_run,
-    reached_otherwise,
-    reached_text,
 )
 from mirrorc.capture.eager.module_copies import ModuleCopy
 from mirrorc.capture.eager.rng_streams import ReplicaStream, generator_states
@@ -35,7 +33,7 @@ from mirrorc.capture.model.transient_attributes import CARRIED, AssignedAttribut
 from mirrorc.custom_ops.eager_calls import RunInputs, UsedParameters
 from mirrorc.custom_ops.registration import RunTokens
 from mirrorc.custom_ops.replica_collectives import ReplicaExchange, current_exchange, exchanging, refused_exchange
-from mirrorc.errors import CaptureError, ExecutionError
+from mirrorc.errors import CaptureError, ExecutionError, MirrorcError
 from mirrorc.messages.problem import problem
 from mirrorc.torch_internals import caches_parametrizations, parametrization_cache
 from mirrorc.user.restore import have_same_bits
@@ -89,7 +87,8 @@ class OpaqueCall:
         except UnreadableOutputError as error:
             raise ExecutionError(str(error)) from None
         self._check_loss(run)
-        self._check_reach(run)
+        if self.call.trains:
+            self.check_reach(run, ExecutionError)
         self._check_writes(run)
         self._check_alike(run)
         self._check_outputs(run)
@@ -282,14 +281,21 @@ class OpaqueCall:
                 "return a loss of one element, one dtype and with a gradient in each call, or in none",
             )
 
-    def _check_reach(self, run: Run) -> None:
-        besides = note_reach(run) if self.call.trains else []
-        name = reached_otherwise(besides, self.parameters)
+    def check_reach(self, run: Run, kind: type[MirrorcError]) -> list[torch.Tensor]:
+        """Returns the leaves of the loss's graph that are not inputs of the run. Refuses parameters of the user."""
+        besides, names = note_reach(run), {id(original): name for name, original in self.parameters.items()}
+        name = next((names[id(leaf)] for leaf in besides if id(leaf) in names), None)
         if name is not None:
-            raise ExecutionError(reached_text(self.model_name, _short(name)))
+            raise problem(
+                kind,
+                f"MC2306: forward or loss of {self.model_name} uses the parameter {_short(name)!r} "
+                "through a global, a closure or an object",
+                "each replica has modules of its own, and that is not the replica's parameter",
+                ("use it through self", "make the loss a module that holds the model as a submodule"),
+            )
         if besides and self.call.takes_tangents:
-            what = f"a tensor of shape {list(besides[0].shape)}"
-            raise ExecutionError(outside_of_module(self.model_name, what))
+            raise kind(outside_of_module(self.model_name, f"a tensor of shape {list(besides[0].shape)}"))
+        return besides
 
     def _check_outputs(self, run: Run) -> None:
         if run.outputs is None or self.recorded.outputs is None:

@@ -22,7 +22,7 @@ from mirrorc.capture.model.transient_attributes import Attribute
 from mirrorc.custom_ops.eager_calls import UsedParameters
 from mirrorc.custom_ops.replica_collectives import AlikeReplicas, ReplicaExchange
 from mirrorc.errors import ExecutionError
-from mirrorc.messages.problem import message, problem
+from mirrorc.messages.problem import problem
 from mirrorc.user.restore import have_same_bits
 
 
@@ -136,14 +136,6 @@ class Recorded:
     differentiable: tuple[str, ...] = ()
 
 
-def reached_text(model_name: str, name: str) -> str:
-    return message(
-        f"MC2306: forward or loss of {model_name} uses the parameter {name!r} through a global, a closure or an object",
-        "each replica has modules of its own, and that is not the replica's parameter",
-        ("use it through self", "make the loss a module that holds the model as a submodule"),
-    )
-
-
 def parameter_of_run(original: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
     """Keeps the attributes of the user's parameter."""
     parameter = nn.Parameter(value.detach(), original.requires_grad)
@@ -159,12 +151,6 @@ def note_reach(run: Run) -> list[torch.Tensor]:
     reached = set(map(id, leaves))
     run.unreached = frozenset(place for place, tensor in enumerate(run.inputs) if id(tensor) not in reached)
     return [leaf for leaf in leaves if id(leaf) not in known]
-
-
-def reached_otherwise(besides: Sequence[torch.Tensor], originals: Mapping[str, nn.Parameter]) -> str | None:
-    """The name of a user's parameter that forward has used instead of the run's parameter; or None."""
-    names = {id(original): name for name, original in originals.items()}
-    return next((names[id(leaf)] for leaf in besides if id(leaf) in names), None)
 
 
 def _leaves_of(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from mirrorc.capture.eager.shared_sources import Refusing, Source, is_users_class, stand_in_for, states_of
-from mirrorc.capture.model.function_module import global_names, used_globals
+from mirrorc.capture.model.function_module import ABSENT, content_of_cell, global_names, used_globals
 from mirrorc.user.restore import (
     PLAIN,
     SavedValue,
@@ -36,7 +36,6 @@ from mirrorc.user.restore import (
     slots_of,
 )
 
-_ABSENT = object()
 _OF_MODULES = frozenset(vars(nn.Module()))
 _TABLES = ("_parameters", "_buffers", "_modules")
 _CALLABLES = (FunctionType, MethodType, functools.partial, staticmethod, classmethod)
@@ -79,7 +78,7 @@ class _Place:
         """The new value; for a dict, only its changed entries."""
         if not (isinstance(now, dict) and isinstance(self.before, dict)):
             return now
-        each = {key: (now.get(key, _ABSENT), self.before.get(key, _ABSENT)) for key in (*now, *self.before)}
+        each = {key: (now.get(key, ABSENT), self.before.get(key, ABSENT)) for key in (*now, *self.before)}
         return {key: value for key, (value, before) in each.items() if not _is_same_item(value, before)}
 
     def name_of(self, change: Any) -> str:
@@ -137,8 +136,8 @@ class Changes:
     def differing(self, other: Changes) -> str | None:
         """The name of a location that two runs have changed differently; or None."""
         for place in (*self.left, *other.left):
-            mine, others = self.left.get(place, _ABSENT), other.left.get(place, _ABSENT)
-            if mine is _ABSENT or others is _ABSENT or not are_equal(mine, others):
+            mine, others = self.left.get(place, ABSENT), other.left.get(place, ABSENT)
+            if mine is ABSENT or others is ABSENT or not are_equal(mine, others):
                 return self.names.get(place) or other.names[place]
         return None
 
@@ -294,12 +293,12 @@ class _Search:
                 try:
                     return slot.__get__(value)
                 except AttributeError:
-                    return _ABSENT
+                    return ABSENT
 
             def write(content: Any, slot: Any = slot) -> None:
                 with contextlib.suppress(AttributeError):  # it is empty
                     slot.__delete__(value)
-                if content is not _ABSENT:
+                if content is not ABSENT:
                     slot.__set__(value, content)
 
             self._add_variable(f"{name}.{slot.__name__}", read, write)
@@ -315,7 +314,7 @@ class _Search:
             for key in now.keys() - content.keys():
                 type.__delattr__(kind, key)
             for key, value in content.items():
-                if now.get(key, _ABSENT) is not value:
+                if now.get(key, ABSENT) is not value:
                     type.__setattr__(kind, key, value)
 
         self._add(f"{kind.__name__}.", read, write)
@@ -328,14 +327,14 @@ class _Search:
 
     def _visit_function(self, function: FunctionType) -> None:
         if not _is_users_file(function.__code__.co_filename):  # a decorator's, perhaps, around one of the user's
-            cells = [_content_of_cell(cell) for cell in function.__closure__ or ()]
+            cells = [content_of_cell(cell) for cell in function.__closure__ or ()]
             self._waiting += [(content, function.__name__) for content in cells if isinstance(content, _CALLABLES)]
             return
         code, outside = function.__code__, function.__globals__
         for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             if id(cell) not in self._seen:
                 self._seen[id(cell)] = cell
-                read, write = functools.partial(_content_of_cell, cell), functools.partial(_fill_cell, cell)
+                read, write = functools.partial(content_of_cell, cell), functools.partial(_fill_cell, cell)
                 self._add_variable(variable, read, write)
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         self._waiting += [(value, f"a default of {function.__name__}") for value in defaults]
@@ -344,27 +343,27 @@ class _Search:
             self._visit_global(outside, name, name, set(global_names(code)))
 
     def _visit_global(self, table: dict[str, Any], key: str, name: str, names: Set[str]) -> None:
-        value = table.get(key, _ABSENT)
+        value = table.get(key, ABSENT)
         if isinstance(value, ModuleType):
             if _is_users_file(getattr(value, "__file__", None) or _BUILT_IN):
                 for attribute in (names & vars(value).keys()) - {key}:
                     self._visit_global(vars(value), attribute, f"{value.__name__}.{attribute}", names - {key})
             return
-        if (id(table), key) in self._globals or (value is _ABSENT and hasattr(builtins, key)):
+        if (id(table), key) in self._globals or (value is ABSENT and hasattr(builtins, key)):
             return
         self._globals.add((id(table), key))
 
         def write(value: Any) -> None:
-            if value is _ABSENT:
+            if value is ABSENT:
                 table.pop(key, None)
             else:
                 table[key] = value
 
-        self._add_variable(name, lambda: table.get(key, _ABSENT), write)
+        self._add_variable(name, lambda: table.get(key, ABSENT), write)
 
     def _add_variable(self, name: str, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
         self._add(name, read, write)
-        if (value := read()) is not _ABSENT:
+        if (value := read()) is not ABSENT:
             self._found(value, name, read, write)
 
     def _add_tensor(self, tensor: torch.Tensor, name: str) -> None:
@@ -378,7 +377,7 @@ class _Search:
 
 
 def _entry_of(items: Any, i: int) -> tuple[Callable[[], Any], Callable[[Any], object]]:
-    return lambda: items[i] if i < len(items) else _ABSENT, functools.partial(type(items).__setitem__, items, i)
+    return lambda: items[i] if i < len(items) else ABSENT, functools.partial(type(items).__setitem__, items, i)
 
 
 def _fill_array(values: Any, content: Any) -> None:
@@ -387,15 +386,8 @@ def _fill_array(values: Any, content: Any) -> None:
     values[...] = content
 
 
-def _content_of_cell(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty
-        return _ABSENT
-
-
 def _fill_cell(cell: CellType, content: Any) -> None:
-    if content is _ABSENT:
+    if content is ABSENT:
         del cell.cell_contents
     else:
         cell.cell_contents = content

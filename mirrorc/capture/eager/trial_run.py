@@ -25,11 +25,11 @@ from mirrorc.capture.diagnostics.capture_errors import (
 from mirrorc.capture.diagnostics.loss_means import WeightedMean, weighted_mean_of_operator
 from mirrorc.capture.diagnostics.python_effects import Note, assigned_attribute, unkept_attributes
 from mirrorc.capture.diagnostics.split_effects import is_undefined
-from mirrorc.capture.diagnostics.untrained_tensors import outside_of_module, untrained_text
+from mirrorc.capture.diagnostics.untrained_tensors import untrained_text
 from mirrorc.capture.diagnostics.written_buffers import are_alike, vectors_of_spectral_norms, writes_rows
 from mirrorc.capture.dynamo.traced_substitutes import buffers_of_synchronized_norms
 from mirrorc.capture.eager.eager_call import OpaqueCall
-from mirrorc.capture.eager.eager_run import Recorded, Run, note_reach, reached_otherwise, reached_text
+from mirrorc.capture.eager.eager_run import Recorded, Run
 from mirrorc.capture.eager.python_state import Changes
 from mirrorc.capture.eager.rng_streams import ReplicaStream
 from mirrorc.capture.eager.run_exchange import advances_state
@@ -316,18 +316,13 @@ def _explained(model_name: str, leaves: Sequence[torch.Tensor]) -> Iterator[None
 
 
 def _untrained(run: Run, opaque: OpaqueCall) -> tuple[Note, ...]:
-    call, model_name, besides = opaque.call, opaque.model_name, note_reach(run)
-    name = reached_otherwise(besides, opaque.parameters)
-    if name is not None:
-        raise CaptureError(reached_text(model_name, name.removeprefix("model.")))
-    if besides and call.takes_tangents:
-        raise CaptureError(outside_of_module(model_name, f"a tensor of shape {list(besides[0].shape)}"))
-    unknown = [p for p in besides if isinstance(p, torch.nn.Parameter) and id(p) not in call.trained_elsewhere]
+    besides, elsewhere = opaque.check_reach(run, CaptureError), opaque.call.trained_elsewhere
+    unknown = [p for p in besides if isinstance(p, torch.nn.Parameter) and id(p) not in elsewhere]
     if not unknown:
         return ()
     shapes = ", ".join(str(list(parameter.shape)) for parameter in unknown[:3])
     reached = f"{counted(len(unknown), 'parameter')} of modules that neither holds, {shapes}"
-    return (Note(untrained_text(model_name, reached)),)
+    return (Note(untrained_text(opaque.model_name, reached)),)
 
 
 class _ObservedOperators:

@@ -13,6 +13,8 @@ from torch import nn
 
 from mirrorc.messages.problem import problem
 
+ABSENT = object()
+
 
 class FunctionModule(nn.Module):
     """Calls a user's function. Submodules are named after the function's variables."""
@@ -123,11 +125,16 @@ class _Globals(dict[str, Any]):
         return self._originals[name]
 
 
-def _copied_cell(cell: CellType, copy_of: Callable[[Any], Any]) -> CellType:
+def content_of_cell(cell: CellType) -> Any:
+    """`ABSENT` for an empty cell."""
     try:
-        value = cell.cell_contents
-    except ValueError:  # the cell is empty
-        return cell
+        return cell.cell_contents
+    except ValueError:
+        return ABSENT
+
+
+def _copied_cell(cell: CellType, copy_of: Callable[[Any], Any]) -> CellType:
+    value = content_of_cell(cell)
     copy = copy_of(value) if isinstance(value, nn.Module) else value
     return cell if copy is value else CellType(copy)
 
@@ -140,11 +147,8 @@ def _named_modules(function: Callable[..., Any]) -> Iterator[tuple[int, str]]:
         if isinstance(value := function.__globals__.get(name), nn.Module):
             yield id(value), name
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            if isinstance(cell.cell_contents, nn.Module):
-                yield id(cell.cell_contents), name
-        except ValueError:  # the cell is empty
-            continue
+        if isinstance(value := content_of_cell(cell), nn.Module):
+            yield id(value), name
 
 
 @functools.cache

@@ -49,7 +49,9 @@ class GlooGroup:
         self._group: Any = ProcessGroupGloo(store, rank, num_workers, options)
         store.set(f"ports/{rank}", " ".join(map(str, listening)))
         known = listening.union(*(map(int, store.get(f"ports/{other}").split()) for other in range(num_workers)))
-        self._connected = {number: inode for number, inode in open_sockets().items() if _joins(number, known)}
+        self._connected = {
+            number: inode for number, inode in open_sockets().items() if not known.isdisjoint(_ports_of(number))
+        }
         _groups.add(self)
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
@@ -153,13 +155,13 @@ def _is_listening(number: int) -> bool:
     return False
 
 
-def _joins(number: int, ports: set[int]) -> bool:
+def _ports_of(number: int) -> tuple[int, ...]:
+    """The ports of both ends of a connection, the peer's first; empty for other sockets."""
     try:
         with socket.socket(fileno=os.dup(number)) as duplicate:
-            theirs = duplicate.getpeername()  # a listener has none
-            return theirs[1] in ports or duplicate.getsockname()[1] in ports
+            return duplicate.getpeername()[1], duplicate.getsockname()[1]
     except (OSError, IndexError, TypeError):  # not connected, or no network socket
-        return False
+        return ()
 
 
 def _let_go_of_all() -> None:
@@ -186,7 +188,7 @@ def open_sockets() -> dict[int, int]:
 
 def connections_since(before: Mapping[int, int], port: int) -> dict[int, int]:
     """Sockets that were connected to a remote port after ``before``, an earlier `open_sockets`."""
-    return {n: inode for n, inode in open_sockets().items() if before.get(n) != inode and _leads_to(n, port)}
+    return {n: inode for n, inode in open_sockets().items() if before.get(n) != inode and _ports_of(n)[:1] == (port,)}
 
 
 def is_any_closed(sockets: Mapping[int, int]) -> bool:
@@ -200,14 +202,6 @@ def _is_there(number: int, inode: int) -> bool:
     except OSError:  # no such file
         return False
     return stat.S_ISSOCK(status.st_mode) and status.st_ino == inode
-
-
-def _leads_to(number: int, port: int) -> bool:
-    try:
-        with socket.socket(fileno=os.dup(number)) as duplicate:
-            return bool(duplicate.getpeername()[1] == port)
-    except (OSError, IndexError, TypeError):  # not connected, or no network socket
-        return False
 
 
 def _is_closed(number: int) -> bool:
