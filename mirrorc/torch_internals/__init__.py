@@ -5,7 +5,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from mirrorc.torch_internals.aot.joint_graph import JointGraph, NumberInput, checkpoint_tag
 from mirrorc.torch_internals.distributed.process_groups import GlooGroup, NcclGroup
-from mirrorc.torch_internals.fx.graphs import add_node, lazy_graph_module, quiet_fake_tensors, traced_on_fake_tensors
+from mirrorc.torch_internals.fx.graphs import (
+    Decompositions,
+    add_node,
+    lazy_graph_module,
+    quiet_fake_tensors,
+    traced_on_fake_tensors,
+)
 from mirrorc.torch_internals.fx.operators import (
     CHECKS_OF_TENSORS,
     assert_true,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -57,6 +57,7 @@ from mirrorc.custom_ops.output_tangents import output_tangent
 from mirrorc.ir.program import LOSS_OUTPUT
 from mirrorc.torch_internals import (
     CHECKS_OF_TENSORS,
+    Decompositions,
     NumbersGivenUp,
     SizesGivenUp,
     asked_for_class,
@@ -84,11 +85,7 @@ class DynamoFrontEnd(FrontEnd):
     name = "dynamo"
 
     def trace(
-        self,
-        stack: contextlib.ExitStack,
-        call: TrainingCall,
-        leaves: Sequence[torch.Tensor],
-        decompositions: Mapping[Any, Callable[..., Any]],
+        self, stack: ExitStack, call: TrainingCall, leaves: Sequence[torch.Tensor], decompositions: Decompositions
     ) -> Traced:
         model_name = type(call.model).__name__
         refuse_modules(call, model_name)
@@ -134,11 +131,11 @@ class DynamoFrontEnd(FrontEnd):
 
     def _forward(
         self,
-        stack: contextlib.ExitStack,
+        stack: ExitStack,
         traced: fx.GraphModule,
         call: EvaluationCall,
         leaves: Sequence[torch.Tensor],
-        decompositions: Mapping[Any, Callable[..., Any]],
+        decompositions: Decompositions,
         outputs: TracedOutputs,
         notes: tuple[Note, ...],
     ) -> Traced:
@@ -190,7 +187,7 @@ def _trace(
     instead = {**TRACED_INSTEAD, **SYNCHRONIZED, **CHECKS_OF_TENSORS, **VALIDATIONS, **masking_functions(call)}
 
     def traced(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> fx.GraphModule:
-        with contextlib.ExitStack() as stack:
+        with ExitStack() as stack:
             stack.enter_context(traced_instead(functions))
             stack.enter_context(called_while_traced(ASKED_OF_CLASSES))
             stack.enter_context(made_leaves())

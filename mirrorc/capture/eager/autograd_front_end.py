@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from mirrorc.custom_ops.output_tangents import output_tangent
 from mirrorc.errors import CaptureError
 from mirrorc.ir.program import LOSS_OUTPUT
 from mirrorc.messages.problem import problem
-from mirrorc.torch_internals import FakeTensorMode, JointGraph
+from mirrorc.torch_internals import Decompositions, FakeTensorMode, JointGraph
 
 _REMARK = (
     "forward and backward of a replica run as plain PyTorch (capture='autograd'): no pass looks into them, and no figure of "
@@ -62,11 +62,7 @@ class AutogradFrontEnd(FrontEnd):
     needs_data = True
 
     def trace(
-        self,
-        stack: contextlib.ExitStack,
-        call: TrainingCall,
-        leaves: Sequence[torch.Tensor],
-        decompositions: Mapping[Any, Callable[..., Any]],
+        self, stack: ExitStack, call: TrainingCall, leaves: Sequence[torch.Tensor], decompositions: Decompositions
     ) -> Traced:
         _refuse_other_norms(call)
         opaque = OpaqueCall(call)

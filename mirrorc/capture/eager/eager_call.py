@@ -17,14 +17,7 @@ from mirrorc.capture.diagnostics.python_effects import cached_parametrizations, 
 from mirrorc.capture.diagnostics.untrained_tensors import outside_of_module
 from mirrorc.capture.diagnostics.written_buffers import are_alike
 from mirrorc.capture.eager.carried_state import CarriedState
-from mirrorc.capture.eager.eager_run import (
-    Recorded,
-    Run,
-    RunGradients,
-    ThreadModes,
-    note_reach,
-    parameter_of_run,
-)
+from mirrorc.capture.eager.eager_run import Recorded, Run, RunGradients, ThreadModes, note_reach, parameter_of_run
 from mirrorc.capture.eager.module_copies import ModuleCopy
 from mirrorc.capture.eager.rng_streams import ReplicaStream, generator_states
 from mirrorc.capture.eager.run_exchange import RunExchange, not_joined

@@ -7,9 +7,10 @@ import os
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
@@ -21,7 +22,7 @@ from mirrorc.capture.diagnostics.python_effects import Note
 from mirrorc.errors import CaptureError
 from mirrorc.ir.graph_edits import collector_paused
 from mirrorc.messages.problem import message, problem, with_line
-from mirrorc.torch_internals import JointGraph, restored_tracing_state
+from mirrorc.torch_internals import Decompositions, JointGraph, restored_tracing_state
 from mirrorc.user.restore import restored
 
 
@@ -124,11 +125,7 @@ class FrontEnd(ABC):
 
     @abstractmethod
     def trace(
-        self,
-        stack: contextlib.ExitStack,
-        call: TrainingCall,
-        leaves: Sequence[torch.Tensor],
-        decompositions: Mapping[Any, Callable[..., Any]],
+        self, stack: ExitStack, call: TrainingCall, leaves: Sequence[torch.Tensor], decompositions: Decompositions
     ) -> Traced:
         """Traces a call to one functional graph; an `EvaluationCall` has only a forward.
 
@@ -203,8 +200,8 @@ def _exclusive() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def tracing(call: TrainingCall) -> Iterator[contextlib.ExitStack]:
-    with _exclusive(), restored(call), collector_paused(), contextlib.ExitStack() as stack:
+def tracing(call: TrainingCall) -> Iterator[ExitStack]:
+    with _exclusive(), restored(call), collector_paused(), ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(call.trains))
         stack.enter_context(restored_tracing_state())
         stack.enter_context(warnings.catch_warnings())

@@ -53,6 +53,7 @@ from mirrorc.ir.type_rules import any_value
 from mirrorc.ir.variables import Aggregation, Role, Synchronization, Variable
 from mirrorc.ir.workers import ALONE, Workers
 from mirrorc.messages.problem import message, problem
+from mirrorc.torch_internals import Decompositions
 from mirrorc.user.optimizer_groups import OptimizerGroups, gradient_rule, hyperparameters_by_label, update_rules
 
 
@@ -93,7 +94,7 @@ def capture_program(
     devices: tuple[Device, ...],
     state: ModelState,
     optimizers: OptimizerGroups | None,
-    decompositions: Mapping[Any, Callable[..., Any]],
+    decompositions: Decompositions,
     *,
     front_end: FrontEnd | None = None,
     loss_reduction: str = "mean",
@@ -235,7 +236,7 @@ def _capture_each(
     rows: GatheredRows,
     state: ModelState,
     optimizers: OptimizerGroups | None,
-    decompositions: Mapping[Any, Callable[..., Any]],
+    decompositions: Decompositions,
     *,
     are_sizes_symbolic: bool,
 ) -> list[CapturedGraph]:

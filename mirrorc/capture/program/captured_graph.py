@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from mirrorc.ir.rearrangements import TRANSPOSITIONS
 from mirrorc.messages.problem import problem
 from mirrorc.messages.source_lines import module_of, source_line
 from mirrorc.torch_internals import (
+    Decompositions,
     JointGraph,
     NumberInput,
     SizesOfArguments,
@@ -353,7 +354,7 @@ def capture(
     leaf_names: Sequence[str],
     variable_names: Mapping[str, str],
     trained: Set[str],
-    decompositions: Mapping[Any, Callable[..., Any]],
+    decompositions: Decompositions,
     outside: OutsideNames,
 ) -> CapturedGraph:
     """``variable_names`` maps names of parameters and buffers to variables; tied weights have several names."""

@@ -9,6 +9,9 @@ from unittest.mock import patch
 
 from torch import fx, nn
 
+Decompositions = Mapping[Any, Callable[..., Any]]
+"""By operator, a function that computes the same by other operators."""
+
 
 def lazy_graph_module(root: nn.Module | dict[str, Any], graph: fx.Graph, class_name: str) -> fx.GraphModule:
     """A graph module that generates its code at its first call or when its code is read."""
@@ -53,7 +56,7 @@ def add_node(
 
 
 def traced_on_fake_tensors(
-    function: Callable[..., Any], values: Sequence[Any], decompositions: Mapping[Any, Callable[..., Any]] | None = None
+    function: Callable[..., Any], values: Sequence[Any], decompositions: Decompositions | None = None
 ) -> fx.Graph:
     """All ``values`` must share one fake mode; values in the graph get the same mode."""
     from torch.fx.experimental.proxy_tensor import make_fx

@@ -12,7 +12,8 @@ import re
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from mirrorc.torch_internals.aot.joint_graph import (
     ordered_linalg_checks,
     remove_effect_tokens,
 )
-from mirrorc.torch_internals.fx.graphs import lazy_graph_modules
+from mirrorc.torch_internals.fx.graphs import Decompositions, lazy_graph_modules
 from mirrorc.torch_internals.numbers.drawn_numbers import observed_cached_draws, observed_draws, taken_draws
 from mirrorc.torch_internals.numbers.host_numbers import NumbersGivenUp
 from mirrorc.torch_internals.numbers.number_tensors import BUFFER, take_numbers_as_tensors
@@ -185,10 +186,10 @@ def _logging_methods() -> set[Callable[..., Any]]:
 
 
 def export_graph(
-    stack: contextlib.ExitStack,
+    stack: ExitStack,
     traced: fx.GraphModule,
     leaves: Sequence[torch.Tensor],
-    decompositions: Mapping[Any, Callable[..., Any]],
+    decompositions: Decompositions,
     outputs: Sequence[str] = (),
     *,
     trains: bool = True,
@@ -203,10 +204,7 @@ def export_graph(
 
 
 def _exported(
-    stack: contextlib.ExitStack,
-    traced: fx.GraphModule,
-    leaves: Sequence[torch.Tensor],
-    decompositions: Mapping[Any, Callable[..., Any]],
+    stack: ExitStack, traced: fx.GraphModule, leaves: Sequence[torch.Tensor], decompositions: Decompositions
 ) -> tuple[JointGraph, list[fx.Node]]:
     from torch._functorch._aot_autograd import descriptors as d
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
