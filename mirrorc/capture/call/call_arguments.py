@@ -341,12 +341,8 @@ def _packed_of_replicas(detail: tuple[Any, ...], values: Any, lengths: Any) -> A
     if not isinstance(values, PerReplica):
         return unflatten_container("packed sequence", detail, [values, torch.cat(lengths.values)])
     each_lengths = lengths.values if isinstance(lengths, PerReplica) else [lengths] * len(values.values)
-    return PerReplica(
-        [
-            unflatten_container("packed sequence", detail, [*parts])
-            for parts in zip(values.values, each_lengths, strict=True)
-        ]
-    )
+    both = zip(values.values, each_lengths, strict=True)
+    return PerReplica([unflatten_container("packed sequence", detail, [*parts]) for parts in both])
 
 
 def paths_of_containers(structure: Structure, names: Sequence[str]) -> list[str]:

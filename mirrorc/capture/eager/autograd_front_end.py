@@ -95,9 +95,7 @@ class AutogradFrontEnd(FrontEnd):
             leaf if leaf.shape == like.shape else torch.cat([leaf, leaf[:1]])
             for leaf, like in zip(shard, leaves, strict=False)
         ]
-        if len(grown) != len(leaves) or any(
-            grown_leaf.shape != like.shape for grown_leaf, like in zip(grown, leaves, strict=True)
-        ):
+        if [leaf.shape for leaf in grown] != [like.shape for like in leaves]:
             return None
         try:
             return first_runs(OpaqueCall(call), [grown], grown).recorded.outputs
@@ -155,9 +153,8 @@ class EagerGuards:
                 return name
         for module, key, value in self._numbers:
             number = vars(module).get(key)
-            if number is value.value or Constant(number) == value:
-                continue
-            if key not in CARRIED.of(module):
+            is_same = number is value.value or Constant(number) == value
+            if not is_same and key not in CARRIED.of(module):
                 return f"self.{key}"
         return ""
 

@@ -196,17 +196,10 @@ _ABSENT = object()
 
 
 def _outside_of_scripts(root: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    within = {
-        id(part)
-        for module in root.modules()
-        if is_script_module(module)
-        for part in module.modules()
-        if part is not module
-    }
-    modules = [module for module in root.modules() if id(module) not in within]
-    return [module for module in modules if not is_script_module(module)], [
-        module for module in modules if is_script_module(module)
-    ]
+    scripts = list(filter(is_script_module, root.modules()))
+    within = {id(part) for script in scripts for part in script.modules() if part is not script}
+    others = [module for module in root.modules() if not is_script_module(module) and id(module) not in within]
+    return others, [script for script in scripts if id(script) not in within]
 
 
 def _replaced(table: Mapping[str, Any], by: Callable[[int], Any]) -> dict[str, Any]:

@@ -281,11 +281,8 @@ def _why(error: CaptureError) -> str:
 
 
 def _with_first_attempt(error: CaptureError, first: CaptureError) -> CaptureError:
-    if (
-        isinstance(first, UnreadableError)
-        and first.at
-        and str(first).partition("\n")[0] == str(error).partition("\n")[0]
-    ):
+    are_alike = str(first).partition("\n")[0] == str(error).partition("\n")[0]
+    if isinstance(first, UnreadableError) and first.at and are_alike:
         error.args = (with_line(str(error), "at", first.at),)
     cause: BaseException = error
     while cause.__cause__ is not None:

@@ -38,11 +38,8 @@ def module_of_function(function: Callable[..., Any], modules: nn.Module | Sequen
         TypeError: ``modules`` are not modules, or there are none.
     """
     of_function = [modules] if isinstance(modules, nn.Module) else modules
-    if (
-        not isinstance(of_function, Sequence)
-        or not of_function
-        or not all(isinstance(m, nn.Module) for m in of_function)
-    ):
+    are_modules = isinstance(of_function, Sequence) and all(isinstance(m, nn.Module) for m in of_function)
+    if not are_modules or not of_function:
         raise problem(
             TypeError,
             f"MC1201: modules is {modules!r:.80}",

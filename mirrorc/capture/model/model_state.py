@@ -139,11 +139,8 @@ class ModelState:
         for root, path, attributes, key in self._users_attributes():
             place, value = (id(attributes), key), attributes.get(key)
             before = self._last_numbers.get(place)
-            if (
-                before is None
-                or type(value) not in (int, float)  # guards watch nan and infinity as constants
-                or (type(value) is type(before) and repr(value) == repr(before))
-            ):
+            is_number = type(value) in (int, float)  # guards watch nan and infinity as constants
+            if before is None or not is_number or (type(value) is type(before) and repr(value) == repr(before)):
                 continue
             self._freed.add(place)
             places.append(((root, *(path.split(".") if path else ())), key))

@@ -180,14 +180,8 @@ class _Call:
 
     def _give_value(self, number: fx.Node, result: torch.Tensor) -> None:
         """Rewrites ``torch.full(size, t)``."""
-        if (
-            result.device.type != "cpu"
-            or not result.is_contiguous()
-            or result.requires_grad
-            or "out" in self.node.kwargs
-            or has_symbols(result)
-            or not self._is_of_dtype(number)
-        ):
+        is_plain = result.device.type == "cpu" and result.is_contiguous() and not result.requires_grad
+        if not is_plain or "out" in self.node.kwargs or has_symbols(result) or not self._is_of_dtype(number):
             raise self._unsupported()
         whole = self._insert("expand", (self._converted(number, result.dtype), tuple(result.shape)))
         self._replace("clone", (whole,), {"memory_format": torch.contiguous_format})
