@@ -14,8 +14,7 @@ import torch
 
 from mirrorc.capture.call.call_arguments import Call, Structure
 from mirrorc.capture.call.recompile_reasons import FIRST_CALL, CallKind, changes_since, changing_arguments
-from mirrorc.capture.call.shard_types import SymbolicDims
-from mirrorc.capture.call.shards import Shards
+from mirrorc.capture.call.shards import Shards, SymbolicDims
 from mirrorc.capture.call.step_outputs import Outputs
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.front_ends.front_end import AllGuards

@@ -92,7 +92,7 @@ from mirrorc.torch_internals.inductor.graph_compilation import (
     tells_places_of_maxima,
 )
 from mirrorc.torch_internals.numbers.drawn_numbers import is_drawn, torch_random
-from mirrorc.torch_internals.numbers.host_numbers import NumbersGivenUp, attribute_source, is_ordinary
+from mirrorc.torch_internals.numbers.number_trace import NumbersGivenUp, attribute_source, is_ordinary
 from mirrorc.torch_internals.symbols.symbolic_sizes import (
     SavedSizes,
     SizesGivenUp,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mirrorc.capture.call.call_arguments import Call, Leaf
-from mirrorc.capture.call.shard_types import FEWEST_SYMBOLIC, SymbolicDims
+from mirrorc.capture.call.shards import FEWEST_SYMBOLIC, SymbolicDims
 from mirrorc.messages.problem import message
 from mirrorc.messages.source_lines import users_stack_level
 from mirrorc.torch_internals import dims_marked_by_user

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mirrorc.capture.call.call_arguments import Call, Constant, Structure
-from mirrorc.capture.call.shard_types import ShardTypes
+from mirrorc.capture.call.shards import ShardTypes
 from mirrorc.printing.printed_values import dtype_name
 
 FIRST_CALL = "the first call"

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.capture.call.containers import unflatten_container
-from mirrorc.capture.call.packed_sequences import PaddedSequences
+from mirrorc.capture.call.containers import PaddedSequences, unflatten_container
 from mirrorc.capture.call.traced_outputs import (
     LeafKind,
     ShapeOfValuesError,
@@ -49,7 +48,7 @@ from mirrorc.capture.dynamo.traced_substitutes import (
     masking_functions,
 )
 from mirrorc.capture.front_ends.front_end import FrontEnd, Traced
-from mirrorc.capture.model.external_variables import take_outside_variables
+from mirrorc.capture.model.model_state import take_outside_variables
 from mirrorc.capture.model.refused_models import refuse_modules
 from mirrorc.capture.rewrites.operator_effects import refuse_effects
 from mirrorc.capture.rewrites.sparse_lookups import BAGS_AS_ROWS, leaves_with_offsets, take_sparse_lookups

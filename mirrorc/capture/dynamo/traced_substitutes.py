@@ -18,7 +18,7 @@ from torch.distributions import Distribution, constraints, kl
 from torch.distributions.utils import lazy_property
 from torch.nn import functional as F
 
-from mirrorc.capture.call.packed_sequences import PACKING, PaddedSequences
+from mirrorc.capture.call.containers import PACKING, PaddedSequences
 from mirrorc.custom_ops.recurrent import recurrent
 from mirrorc.custom_ops.replica_collectives import all_reduce_value
 from mirrorc.torch_internals import assert_true

@@ -17,10 +17,18 @@ from mirrorc.capture.diagnostics.python_effects import cached_parametrizations, 
 from mirrorc.capture.diagnostics.untrained_tensors import outside_of_module
 from mirrorc.capture.diagnostics.written_buffers import are_alike
 from mirrorc.capture.eager.carried_state import CarriedState
-from mirrorc.capture.eager.eager_run import Recorded, Run, RunGradients, ThreadModes, note_reach, parameter_of_run
+from mirrorc.capture.eager.eager_run import (
+    Recorded,
+    Run,
+    RunExchange,
+    RunGradients,
+    ThreadModes,
+    not_joined,
+    note_reach,
+    parameter_of_run,
+)
 from mirrorc.capture.eager.module_copies import ModuleCopy
 from mirrorc.capture.eager.rng_streams import ReplicaStream, generator_states
-from mirrorc.capture.eager.run_exchange import RunExchange, not_joined
 from mirrorc.capture.eager.run_outputs import difference, read_run
 from mirrorc.capture.model.transient_attributes import CARRIED, AssignedAttributeError, Attribute
 from mirrorc.custom_ops.eager_calls import RunInputs, UsedParameters

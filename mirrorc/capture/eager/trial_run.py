@@ -29,10 +29,9 @@ from mirrorc.capture.diagnostics.untrained_tensors import untrained_text
 from mirrorc.capture.diagnostics.written_buffers import are_alike, vectors_of_spectral_norms, writes_rows
 from mirrorc.capture.dynamo.traced_substitutes import buffers_of_synchronized_norms
 from mirrorc.capture.eager.eager_call import OpaqueCall
-from mirrorc.capture.eager.eager_run import Recorded, Run
+from mirrorc.capture.eager.eager_run import Recorded, Run, advances_state
 from mirrorc.capture.eager.python_state import Changes
 from mirrorc.capture.eager.rng_streams import ReplicaStream
-from mirrorc.capture.eager.run_exchange import advances_state
 from mirrorc.capture.eager.run_outputs import difference
 from mirrorc.capture.eager.shared_sources import refused_draws
 from mirrorc.capture.model.hf_output_hooks import HOOKS_ARE_INSTALLED

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from mirrorc.capture.call.call_arguments import Call
-from mirrorc.capture.call.shard_types import (
+from mirrorc.capture.call.shards import (
     STAND_IN_SIZE,
+    Shards,
     SymbolicDims,
     data_of,
     examples_of,
@@ -19,7 +20,6 @@ from mirrorc.capture.call.shard_types import (
     leaves_of,
     mark_symbolic_dims,
 )
-from mirrorc.capture.call.shards import Shards
 from mirrorc.capture.call.step_outputs import Outputs, outputs_of, refuse_outputs_apart
 from mirrorc.capture.call.traced_outputs import TracedOutputs
 from mirrorc.capture.call.training_call import BuffersAssigned, TrainingCall

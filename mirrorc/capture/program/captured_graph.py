@@ -16,7 +16,7 @@ from mirrorc.capture.diagnostics.capture_errors import refuse_written_inputs, sp
 from mirrorc.capture.diagnostics.written_buffers import Computation, vectors_of_spectral_norms, written_alike
 from mirrorc.capture.dynamo.traced_substitutes import buffers_of_synchronized_norms
 from mirrorc.capture.front_ends.front_end import FrontEnd, Traced, tracing
-from mirrorc.capture.model.external_variables import OutsideNames, check_outside_writes, numbered
+from mirrorc.capture.model.model_state import OutsideNames, check_outside_writes, numbered
 from mirrorc.capture.rewrites.operator_effects import keep_asserts
 from mirrorc.capture.rewrites.replica_exchanges import keep_replica_values
 from mirrorc.capture.rewrites.seed_random_ops import seed_random_ops

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mirrorc.analysis.communication.worker_meetings import RowsElsewhere, meetings_of_rows, rows_of_meeting
-from mirrorc.capture.call.shard_types import STAND_IN_SIZE
+from mirrorc.capture.call.shards import STAND_IN_SIZE
 from mirrorc.capture.diagnostics.capture_errors import EVEN_BATCHES
 from mirrorc.capture.program.captured_graph import CapturedGraph
 from mirrorc.custom_ops.replica_collectives import RowsOfAll

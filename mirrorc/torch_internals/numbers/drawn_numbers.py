@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mirrorc.torch_internals.numbers.host_numbers import is_ordinary
-from mirrorc.torch_internals.numbers.number_trace import NumberTrace
+from mirrorc.torch_internals.numbers.number_trace import NumberTrace, is_ordinary
 
 
 def torch_random() -> float:

@@ -15,8 +15,14 @@ import numpy as np
 import torch
 from torch import fx
 
-from mirrorc.torch_internals.numbers.host_numbers import HostNumbers, Number, NumbersGivenUp, is_float, plain_number
-from mirrorc.torch_internals.numbers.number_trace import NumberTrace
+from mirrorc.torch_internals.numbers.number_trace import (
+    HostNumbers,
+    Number,
+    NumbersGivenUp,
+    NumberTrace,
+    is_float,
+    plain_number,
+)
 from mirrorc.torch_internals.symbols.symbolic_sizes import has_symbols, sizes_key
 
 BUFFER = "mirrorc_number_"

@@ -29,7 +29,7 @@ from torch import nn
 from mirrorc.torch_internals.aot.joint_graph import NumberInput
 from mirrorc.torch_internals.hooks.settings import is_structured_trace_on
 from mirrorc.torch_internals.numbers.drawn_numbers import DrawnNumbers, Generators, is_drawn
-from mirrorc.torch_internals.numbers.host_numbers import HostNumbers, is_ordinary, plain_number
+from mirrorc.torch_internals.numbers.number_trace import HostNumbers, is_ordinary, plain_number
 from mirrorc.torch_internals.tracing.source_names import in_users_words, source_words
 
 _VARIABLE = re.compile(r"^L\['self'\](\._modules\['[^']+'\])+\._(parameters|buffers)\['[^']+'\]$")

@@ -27,9 +27,8 @@ from mirrorc.torch_internals.aot.joint_graph import (
 )
 from mirrorc.torch_internals.fx.graphs import Decompositions, lazy_graph_modules
 from mirrorc.torch_internals.numbers.drawn_numbers import observed_cached_draws, observed_draws, taken_draws
-from mirrorc.torch_internals.numbers.host_numbers import NumbersGivenUp
 from mirrorc.torch_internals.numbers.number_tensors import BUFFER, take_numbers_as_tensors
-from mirrorc.torch_internals.numbers.number_trace import traced_numbers
+from mirrorc.torch_internals.numbers.number_trace import NumbersGivenUp, traced_numbers
 from mirrorc.torch_internals.symbols.symbolic_sizes import (
     SizesGivenUp,
     SizesOfArguments,

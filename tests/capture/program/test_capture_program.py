@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mirrorc.capture.call.shard_types import shard_types
+from mirrorc.capture.call.shards import shard_types
 
 LAYOUTS = {
     "dense": torch.randn(4, 8),
