@@ -143,8 +143,7 @@ take_gradient = register(
     lambda call, token, tangent, like, place, tangents=None: _like([like])[0],
     tags=FIXED_STRIDES,
 )
-"""``take_gradient(call, token, tangent, like, place, tangents)`` is `OpaqueCall.gradient` for the tensor at ``place``,
-which is ``like``.
+"""``take_gradient(call, token, tangent, like, place, tangents)`` is `OpaqueCall.gradient` of ``like``, at ``place``.
 
 ``tangent`` (the gradient of the loss; None for 1) and ``tangents`` (the gradients of outputs) are the same for all
 gradients of a token. Each gradient may be taken once, in any order, even while backward computes others.

@@ -52,6 +52,5 @@ add_rows_into = _registered(
 )
 """``add_rows_into(out, rows, indices, padding_idx)`` adds rows [..., n] at indices [...] to ``out`` [m, n].
 
-It has the bits of ``out += embedding_dense_backward(rows, indices, m, padding_idx, False)``: rows with the same index
-are summed first.
+It has the bits of ``out += embedding_dense_backward(rows, indices, m, padding_idx, False)``: rows are summed first.
 """

@@ -31,8 +31,7 @@ class GradientHabits:
 
     Attributes:
         has_trained: the step has run; no warnings come before.
-        pending: the gradients accumulated for the next update. ``first_of(ids)`` names the first parameter among these
-            ids that has one.
+        pending: the gradients accumulated for the next update. ``first_of(ids)`` names the first that has one.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], groups: OptimizerGroups, pending: Any) -> None:

@@ -73,8 +73,7 @@ class Call:
     """The arguments of one step.
 
     Attributes:
-        plain: strings, numbers, None, and lists or tuples of these, by name. A graph depends only on those that its
-            trace reads.
+        plain: strings, numbers, None, and lists or tuples of these, by name. A graph depends on those that it reads.
         differentiated: the indices of the leaves that get a gradient.
         unpacked: if a batch is the only argument, the call with the batch's parts; else empty.
     """

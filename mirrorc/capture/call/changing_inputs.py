@@ -196,8 +196,7 @@ class ChangingNumbers:
     inputs from the start. A number that cannot be an input gets a program for each value.
 
     Attributes:
-        can_be_drawn: random numbers that forward draws in Python become inputs. False with CUDA graphs, which would
-            replay the first draw.
+        can_be_drawn: random numbers that Python draws become inputs. False with CUDA graphs, which replay draws.
     """
 
     def __init__(self, *, can_be_inputs: bool = True) -> None:

@@ -65,8 +65,7 @@ def split_call(
     A batch too small for all replicas is split among the first replicas.
 
     Args:
-        fewest: the smallest shard or microbatch, if the batch has as many examples. For a `PerReplica` it limits
-            microbatches only.
+        fewest: the smallest microbatch, and shard outside of a `PerReplica`, if the batch has as many examples.
     """
     sizes = shard_sizes(call, num_replicas, fewest, may_be_empty=may_be_empty)
     columns: list[Sequence[torch.Tensor]] = []

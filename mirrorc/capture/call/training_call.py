@@ -26,8 +26,7 @@ class BuffersAssigned(Exception):
 class TrainingCall(nn.Module):
     """A module whose forward computes the loss from a flat list of tensors.
 
-    If ``keeps_outputs``, forward also returns the model's outputs, and those that `beside_loss` takes from the result
-    of ``loss_fn``.
+    If ``keeps_outputs``, forward also returns the outputs of the model, and those beside the loss of ``loss_fn``.
 
     Attributes:
         plain: `Call.plain` of the current call; set before guards are checked.
@@ -129,8 +128,7 @@ def beside_loss(result: Any) -> Any:
 class EvaluationCall(TrainingCall):
     """A forward that returns loss and outputs, traced without gradients.
 
-    A missing loss is an empty tensor. Without a loss, outputs are always returned; otherwise outputs that are not
-    requested are None.
+    A missing loss is an empty tensor. Without a loss, outputs are returned; else only if requested.
     """
 
     trains = False

@@ -49,8 +49,7 @@ class Reduction:
 def reductions_of(traced: fx.GraphModule) -> tuple[Reduction, ...]:
     """Torch losses among the summands of the graph's first output.
 
-    Losses scaled by a number of examples or elements are left out, because such a sum may be a mean. So are products
-    and quotients of tensors.
+    Losses scaled by a number of examples or elements are left out (such a sum may be a mean), and products of tensors.
     """
     reductions: dict[Reduction, None] = {}
     loss = traced.graph.output_node().args[0][0]  # type: ignore[index]

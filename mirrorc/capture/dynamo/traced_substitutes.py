@@ -1,8 +1,7 @@
 """Substitutes in a trace: for functions of torch's distributions that read values, SpecAugment, and recurrent layers.
 
 Argument checks of distributions become asserts on tensors, because a trace cannot branch on tensors. SpecAugment is the
-random masking in Hugging Face's speech models. LSTM, GRU and RNN become one operator. SyncBatchNorm takes the statistics of
-the whole batch.
+random masking in Hugging Face's speech models. LSTM, GRU and RNN are one operator. SyncBatchNorm sees the whole batch.
 """
 
 from __future__ import annotations

@@ -115,8 +115,7 @@ class Run:
 
     Attributes:
         copy: the modules that ran forward; backward may run them again.
-        parameters, buffers, leaves: the inputs. Parameters, and leaves that require a gradient, have one after
-            backward.
+        parameters, buffers, leaves: the inputs. Those that require a gradient have one after backward.
         loss: keeps its autograd graph until backward; an empty tensor without a loss.
         attached: for a module without a loss, the outputs that need a gradient, with their graph.
         tangents: gradients of the attached outputs on which the caller's loss depends; None in a first run, for ones.
@@ -235,8 +234,7 @@ class RunGradients:
     is complete at the end of backward, because it may come in parts or from a nested backward.
 
     Attributes:
-        arrived: indices of parameters and arguments in the order of their gradients; repeated for each addition to a
-            gradient.
+        arrived: indices of parameters and arguments in the order of their gradients; repeated for each addition.
     """
 
     def __init__(

@@ -33,8 +33,7 @@ class ModuleCopy:
     """A copy of a module and its submodules, so that threads can run the module at the same time.
 
     The copies share objects with the originals, except tables of parameters, buffers and submodules. References to
-    copied modules are replaced in attributes, bound methods, functions' closures and globals, `functools.partial`,
-    lists, tuples and dicts.
+    copied modules are replaced in attributes, bound methods, functions' closures and globals, and plain containers.
     """
 
     def __init__(self, root: nn.Module) -> None:

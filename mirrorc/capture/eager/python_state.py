@@ -145,8 +145,7 @@ class Changes:
 class PythonState:
     """Python state within reach of forward and loss: their modules, functions, closures, and the globals in their code.
 
-    The search leaves out functions and classes of installed packages, and objects of torch, numpy and the standard
-    library.
+    The search leaves out functions and classes of installed packages, and objects of torch, numpy and Python.
     """
 
     def __init__(self, root: nn.Module) -> None:

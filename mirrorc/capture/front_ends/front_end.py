@@ -129,8 +129,7 @@ class FrontEnd(ABC):
     ) -> Traced:
         """Traces a call to one functional graph; an `EvaluationCall` has only a forward.
 
-        ``stack`` keeps contexts open until the graph is restructured. The graph is specialized on shapes, strides and
-        dtypes of ``leaves``.
+        ``stack`` keeps contexts open until the graph is restructured. The graph is specialized on types of ``leaves``.
 
         Raises:
             CaptureError: with the user's line, the reason and a remedy.

@@ -94,8 +94,7 @@ _DEEPEST = 3
 def with_copies(function: FunctionType, copy_of: Callable[[Any], Any]) -> FunctionType:
     """A function that uses copies of the modules in its closure and globals; the same function if there are none.
 
-    Other globals are read at each call. Functions that it calls keep the original modules. A function that assigns
-    globals is not copied.
+    Other globals are read at each call. Functions that it calls keep their modules. One that assigns globals stays.
     """
     if assigned_globals(function.__code__):
         return function

@@ -121,8 +121,7 @@ def _gradient_of_bags(
 ) -> Any:
     """Expresses the gradient as rows to add; torch's gradient is as large as the table.
 
-    An index's row is the gradient of its bag, times the index's weight if any, and divided by the bag's size in mode
-    "mean".
+    An index's row is the gradient of its bag, times the index's weight, if any, over the bag's size in mode "mean".
     """
     if mode == _MAX or scale_grad_by_freq:
         return NotImplemented

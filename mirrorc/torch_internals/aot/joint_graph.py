@@ -37,8 +37,7 @@ class JointGraph:
         gradients: by parameter; None if the parameter gets no gradient.
         gradients_of_leaves: by the index of the tensor argument; None if it gets no gradient.
         buffer_writes: the new value, by buffer.
-        written_inputs: other writes of forward: ("parameter", name), ("argument", index), or ("buffer", name) if the
-            new value has a gradient.
+        written_inputs: other writes: ("parameter", name), ("argument", index), or ("buffer", name) with a gradient.
         looked_up: parameters with only ``sparse=True`` lookups.
         sizes: None if all sizes are constants.
     """

@@ -166,8 +166,7 @@ def kernel_folder() -> Path:
 def fresh_kernel_files() -> Iterator[None]:
     """Hides the files of earlier compilations from Inductor.
 
-    At the end, new files replace older ones that differ. A name determines the content, so a difference means
-    corruption.
+    At the end, new files replace older ones that differ. A name determines the content: a difference is corruption.
     """
     from torch._inductor.utils import fresh_inductor_cache
 

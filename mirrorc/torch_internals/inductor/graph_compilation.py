@@ -101,8 +101,7 @@ def _apply(decomposition: Callable[..., Any], constants: Any, keywords: Mapping[
 
 
 class _IndexPuts:
-    """Keeps Inductor from in-place `index_put`, because it overlooks that the new rows may be views of the overwritten
-    ones.
+    """Keeps Inductor from in-place `index_put`, because it overlooks that new rows may be views of old ones.
 
     Torch's table is global: it is restored when no thread compiles.
     """
@@ -312,8 +311,7 @@ Compiled = Callable[[list[Any]], Sequence[Any]]
 def in_strides(function: Any, wanted: Sequence[tuple[Any, ...] | None]) -> Compiled:
     """Copies outputs that do not have the wanted strides.
 
-    Inductor chooses the layout of values with gaps or expanded dims, but backward was compiled for the strides of the
-    graph.
+    Inductor chooses the layout of values with gaps or expanded dims, but backward takes the strides of the graph.
     """
     actual = function.output_strides or [None] * len(wanted)
     others = {

@@ -24,8 +24,7 @@ class ReadVariable(NamedTuple):
 
     Attributes:
         root: the module that leads to the variable; None for a lone parameter.
-        counter: for a batch norm's statistic, ``num_batches_tracked``, because forwards do not change the statistic's
-            version; else None.
+        counter: for a batch norm's statistic, ``num_batches_tracked``, as the statistic's version stays; else None.
     """
 
     tensor: torch.Tensor
