@@ -41,17 +41,15 @@ class GlooGroup:
         places = _places(store, rank, num_workers)
         with _opening:
             before = open_sockets()
-            options: Any = ProcessGroupGloo._Options()
-            devices = [ProcessGroupGloo.create_device(**place) for place in places]
-            options._devices = devices or [ProcessGroupGloo.create_default_device()]
+            kind: Any = ProcessGroupGloo
+            options = kind._Options()
+            options._devices = [kind.create_device(**place) for place in places] or [kind.create_default_device()]
             options._timeout = timedelta(seconds=timeout_seconds)
             listening = {_port(n) for n, inode in open_sockets().items() if before.get(n) != inode and _is_listening(n)}
         self._group: Any = ProcessGroupGloo(store, rank, num_workers, options)
         store.set(f"ports/{rank}", " ".join(map(str, listening)))
         known = listening.union(*(map(int, store.get(f"ports/{other}").split()) for other in range(num_workers)))
-        self._connected = {
-            number: inode for number, inode in open_sockets().items() if not known.isdisjoint(_ports_of(number))
-        }
+        self._connected = {n: inode for n, inode in open_sockets().items() if not known.isdisjoint(_ports_of(n))}
         _groups.add(self)
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
