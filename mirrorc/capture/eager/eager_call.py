@@ -273,9 +273,8 @@ class OpaqueCall:
             return
         if loss.numel() != 1 or loss.dtype is not dtype or (trains and not loss.requires_grad):
             lacking = ", without a gradient," if trains and not loss.requires_grad else ""
-            wanted = (
-                f"one number of {dtype}{' with a gradient' if trains else ''}" if dtype is not None else "not there"
-            )
+            gradient = " with a gradient" if trains else ""
+            wanted = f"one number of {dtype}{gradient}" if dtype is not None else "not there"
             raise self._changed(
                 f"the loss of {{}} is {loss.dtype} of shape {list(loss.shape)}{lacking} in this call",
                 f"it was {wanted} when it was captured",
