@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from mirrorc.calls.data_parallel import DataParallel, refuse_options_of_steps
-from mirrorc.capture.front_ends.fallback import ladder_named
+from mirrorc.capture.front_ends.front_end import ladder_named
 from mirrorc.capture.model.function_module import FunctionModule, module_of_function, with_trained_modules
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.capture.model.refused_models import check_model

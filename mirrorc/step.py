@@ -40,8 +40,7 @@ from mirrorc.runtime.state.gradients.accumulated_gradients import AccumulatedGra
 from mirrorc.runtime.state.optimizers.loss_scale import LossScale
 from mirrorc.runtime.state.replica_check import make_state
 from mirrorc.runtime.state.shared.shared_state import held_state
-from mirrorc.user.loop_warnings import GradientHabits
-from mirrorc.user.thread_modes import CallersModes
+from mirrorc.user.loop_warnings import CallersModes, GradientHabits
 
 _T = TypeVar("_T")
 

@@ -27,7 +27,7 @@ from mirrorc.runtime.state.gradients.accumulated_gradients import Examples
 from mirrorc.runtime.state.module_states import BackwardState
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.torch_internals import backward_keeps_graph, current_backward, runs_transform
-from mirrorc.user.thread_modes import CallersModes
+from mirrorc.user.loop_warnings import CallersModes
 
 
 class ModuleCalls:

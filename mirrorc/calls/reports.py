@@ -17,7 +17,7 @@ from torch import fx
 from mirrorc.analysis.communication.worker_schedule import schedule_hash
 from mirrorc.calls.program_runs import ProgramRuns
 from mirrorc.calls.worker_batch import part_of_worker
-from mirrorc.capture.call.batch_norm import fewest_examples
+from mirrorc.capture.call.signature import fewest_examples
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.compilation.specializer import Specializer
 from mirrorc.errors import ExecutionError

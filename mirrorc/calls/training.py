@@ -26,9 +26,7 @@ from mirrorc.passes import CheckFinite, ClipGradients
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.torch_internals import as_subclass
-from mirrorc.user.loop_warnings import GradientHabits
-from mirrorc.user.thread_modes import CallersModes
-from mirrorc.user.trained_loss import TrainedLoss
+from mirrorc.user.loop_warnings import CallersModes, GradientHabits, TrainedLoss
 
 
 @dataclass(frozen=True)

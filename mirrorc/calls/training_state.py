@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mirrorc.capture.call.dynamic_sizes import ChangingSizes
+from mirrorc.capture.call.changing_inputs import ChangingSizes
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.compilation.choices.saved_choices import SavedChoices
 from mirrorc.errors import ExecutionError

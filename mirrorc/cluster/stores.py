@@ -13,7 +13,7 @@ from mirrorc.cluster.bounded_calls import in_bounded_time
 from mirrorc.cluster.place import Place
 from mirrorc.errors import CommunicationError
 from mirrorc.messages.problem import problem
-from mirrorc.torch_internals.distributed.sockets import connections_since, is_any_closed, open_sockets
+from mirrorc.torch_internals.distributed.process_groups import connections_since, is_any_closed, open_sockets
 
 _LONGEST_ANSWER_SECONDS = 20.0  # of a store that listens
 _SECONDS_BETWEEN_TRIES = 0.1

@@ -15,12 +15,11 @@ import torch
 from mirrorc.analysis.gradients.sent_factors import Counts, CountsOfReplicas, row_counts
 from mirrorc.capture.call.call_arguments import Call, Structure
 from mirrorc.capture.call.recompile_reasons import FIRST_CALL, CallKind, changes_since, changing_arguments
-from mirrorc.capture.call.shard_types import SymbolicDims
-from mirrorc.capture.call.shards import Shards
+from mirrorc.capture.call.shards import Shards, SymbolicDims
 from mirrorc.capture.call.step_outputs import Outputs
 from mirrorc.capture.call.training_call import TrainingCall
-from mirrorc.capture.front_ends.state_guards import AllGuards
-from mirrorc.capture.program.symbolic_inputs import SymbolicSizes
+from mirrorc.capture.front_ends.front_end import AllGuards
+from mirrorc.capture.program.number_inputs import SymbolicSizes
 from mirrorc.compilation.forward_and_backward import ForwardAndBackward
 from mirrorc.errors import ExecutionError
 from mirrorc.ir.program import LOSS_OUTPUT

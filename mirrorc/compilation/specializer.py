@@ -15,10 +15,8 @@ import torch
 
 from mirrorc.analysis.communication.worker_meetings import RowsElsewhere
 from mirrorc.capture.call.call_arguments import Call
-from mirrorc.capture.call.changing_numbers import ChangingNumbers
-from mirrorc.capture.call.dynamic_sizes import ChangingSizes, without_numbers_of_examples
-from mirrorc.capture.call.shard_types import shard_types
-from mirrorc.capture.call.shards import Shards, split_call
+from mirrorc.capture.call.changing_inputs import ChangingNumbers, ChangingSizes, without_numbers_of_examples
+from mirrorc.capture.call.shards import Shards, shard_types, split_call
 from mirrorc.capture.diagnostics.capture_errors import HooksMissingError, LoneExampleError
 from mirrorc.capture.model.hf_output_hooks import install_capturing_hooks
 from mirrorc.capture.model.model_state import ModelState

@@ -13,13 +13,10 @@ from torch import nn
 
 from mirrorc.analysis.communication.worker_meetings import worker_meetings
 from mirrorc.capture.call.call_arguments import Call
-from mirrorc.capture.call.changing_numbers import ChangingNumbers
-from mirrorc.capture.call.evaluation_call import EvaluationCall
-from mirrorc.capture.call.module_call import ModuleCall, ModuleEvaluation
+from mirrorc.capture.call.changing_inputs import ChangingNumbers
 from mirrorc.capture.call.recompile_reasons import CallKind
-from mirrorc.capture.call.shard_types import SymbolicDims, shard_types
-from mirrorc.capture.call.shards import Shards
-from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.call.shards import Shards, SymbolicDims, shard_types
+from mirrorc.capture.call.training_call import EvaluationCall, ModuleCall, ModuleEvaluation, TrainingCall
 from mirrorc.capture.diagnostics.capture_errors import NoGradientError, RaisedError, StateError
 from mirrorc.capture.eager.carried_state import CarriedState
 from mirrorc.capture.front_ends.front_end import FrontEnd

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence, Set
-from typing import NamedTuple, Protocol, cast
+from collections.abc import Iterable, Sequence, Set
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
 
-_LIBRARY = torch.library.Library("mirrorc", "FRAGMENT")
+from mirrorc.custom_ops.registration import FIXED_STRIDES, register
 
 
 class UsedParameters:
@@ -52,22 +52,6 @@ class UsedParameters:
         return id(parameter) in self._used
 
 
-class OpaqueBackward(Protocol):
-    @property
-    def has_ended(self) -> bool:
-        pass
-
-    @property
-    def may_wait(self) -> bool:
-        """False if the backward holds a resource that other replicas need."""
-
-    def has(self, place: int) -> bool:
-        """True if a parameter's gradient is available."""
-
-    def run(self, on_gradient: Callable[[], object] = lambda: None) -> None:
-        """May be called once. Calls ``on_gradient`` in this thread after each gradient."""
-
-
 class RunInputs(NamedTuple):
     seed: torch.Tensor | None
     leaves: Sequence[torch.Tensor]
@@ -75,39 +59,12 @@ class RunInputs(NamedTuple):
     buffers: Sequence[torch.Tensor]
 
 
-class OpaqueRuns(Protocol):
-    def begin_step(self, used: UsedParameters) -> None:
-        pass
-
-    def forward(self, inputs: RunInputs) -> list[torch.Tensor]:
-        """Returns the loss, a token for backward, new values of written buffers, and outputs."""
-
-    def evaluation(self, inputs: RunInputs) -> list[torch.Tensor]:
-        """Like `forward`, without a token; there may be no loss."""
-
-    def backward(
-        self, token: torch.Tensor, tangent: torch.Tensor | None, tangents: Sequence[torch.Tensor]
-    ) -> OpaqueBackward:
-        """``tangent`` is the gradient of the loss (None for 1), ``tangents`` are gradients of outputs of a module
-        without a loss.
-        """
-
-    def gradient(
-        self, token: torch.Tensor, tangent: torch.Tensor | None, place: int, tangents: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        """Returns the gradient of a parameter or argument, once. Runs backward if it has not begun.
-
-        Args:
-            place: index of the parameter; indices of arguments follow.
-        """
-
-
-_calls: weakref.WeakValueDictionary[int, OpaqueRuns] = weakref.WeakValueDictionary()
+_calls: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 
 
-def register_call(call: OpaqueRuns) -> int:
-    """Returns the lowest free number."""
+def register_call(call: Any) -> int:
+    """Returns the lowest free number for an `OpaqueCall`."""
     with _lock:
         number = next(number for number in itertools.count() if number not in _calls)
         _calls[number] = call
@@ -116,9 +73,8 @@ def register_call(call: OpaqueRuns) -> int:
 
 class OpaqueSteps:
     def __init__(self, graphs: Sequence[fx.Graph]) -> None:
-        found = [
-            graph.find_nodes(op="call_function", target=of) for graph in graphs for of in (run_forward, take_gradient)
-        ]
+        targets = (run_forward, take_gradient)
+        found = [graph.find_nodes(op="call_function", target=each) for graph in graphs for each in targets]
         nodes = itertools.chain.from_iterable(found)
         self._numbers = sorted({cast("int", node.args[0]) for node in nodes})
 
@@ -128,31 +84,19 @@ class OpaqueSteps:
         return used
 
 
-def backward_of(
-    call: int, token: torch.Tensor, tangent: torch.Tensor | None, tangents: Sequence[torch.Tensor]
-) -> OpaqueBackward:
+def backward_of(call: int, token: torch.Tensor, tangent: torch.Tensor | None, tangents: Sequence[torch.Tensor]) -> Any:
     return _call_of(call).backward(token, tangent, tangents)
 
 
-def _call_of(number: int) -> OpaqueRuns:
+def _call_of(number: int) -> Any:
     call = _calls.get(number)
     if call is None:
         raise RuntimeError(f"the forward {number} that is run as plain PyTorch is gone: its program was dropped")
     return call
 
 
-def _fake_results(
-    tokens: Sequence[torch.Tensor],
-    call: int,
-    seed: torch.Tensor | None,
-    leaves: list[torch.Tensor],
-    parameters: list[torch.Tensor],
-    buffers: list[torch.Tensor],
-    loss_dtype: torch.dtype | None,
-    written: list[int],
-    output_dtypes: list[torch.dtype],
-    output_sizes: list[int],
-) -> list[torch.Tensor]:
+def _fake_results(tokens: Sequence[torch.Tensor], *args: Any) -> list[torch.Tensor]:
+    *_, parameters, buffers, loss_dtype, written, output_dtypes, output_sizes = args
     loss = [parameters[0].new_empty((), dtype=loss_dtype)] if loss_dtype is not None else []
     outputs = _outputs(parameters[0], output_dtypes, output_sizes)
     return [*loss, *tokens, *_like([buffers[place] for place in written]), *outputs]
@@ -177,62 +121,40 @@ def _like(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 _ARGUMENTS = "int call, Tensor? seed, Tensor[] leaves, Tensor[] parameters, Tensor[] buffers"
 _RESULTS = "int[] written, ScalarType[] output_dtypes, int[] output_sizes, *, bool exchanges=False"
-_LIBRARY.define(
-    f"run_forward({_ARGUMENTS}, ScalarType loss_dtype, {_RESULTS}) -> Tensor[]",
-    tags=(torch.Tag.needs_fixed_stride_order,),
-)
-_LIBRARY.define(
-    f"run_evaluation({_ARGUMENTS}, ScalarType? loss_dtype, {_RESULTS}) -> Tensor[]",
-    tags=(torch.Tag.needs_fixed_stride_order,),
-)
-_LIBRARY.define(
-    "take_gradient(int call, Tensor token, Tensor? tangent, Tensor like, int place, Tensor[]? tangents=None) -> Tensor",
-    tags=(torch.Tag.needs_fixed_stride_order,),
-)
-_LIBRARY.impl(
-    "run_forward",
-    lambda call, *args, **_: _call_of(call).forward(RunInputs(*args[:4])),
-    "CompositeExplicitAutograd",
-)
-_LIBRARY.impl(
-    "run_evaluation",
-    lambda call, *args, **_: _call_of(call).evaluation(RunInputs(*args[:4])),
-    "CompositeExplicitAutograd",
-)
-_LIBRARY.impl(
-    "take_gradient",
-    lambda call, token, tangent, _, place, tangents=None: _call_of(call).gradient(
-        token, tangent, place, tangents or ()
-    ),
-    "CompositeExplicitAutograd",
-)
-torch.library.register_fake(
-    "mirrorc::run_forward",
-    lambda *args, **_: _fake_results([torch.empty((), dtype=torch.int64, device="cpu")], *args),
-    lib=_LIBRARY,
-)
-torch.library.register_fake("mirrorc::run_evaluation", lambda *args, **_: _fake_results([], *args), lib=_LIBRARY)
-torch.library.register_fake(
-    "mirrorc::take_gradient", lambda call, token, tangent, like, place, tangents=None: _like([like])[0], lib=_LIBRARY
-)
 
-run_forward = torch.ops.mirrorc.run_forward.default
+run_forward = register(
+    f"run_forward({_ARGUMENTS}, ScalarType loss_dtype, {_RESULTS}) -> Tensor[]",
+    lambda call, *args, **_: _call_of(call).forward(RunInputs(*args[:4])),
+    lambda *args, **_: _fake_results([torch.empty((), dtype=torch.int64, device="cpu")], *args),
+    tags=FIXED_STRIDES,
+)
 """``run_forward(call, seed, leaves, parameters, buffers, loss_dtype, written, output_dtypes, output_sizes)`` is
-`OpaqueRuns.forward`; ``exchanges=True`` if replicas exchange values in it.
+`OpaqueCall.forward`; ``exchanges=True`` if replicas exchange values in it.
 
 Results: the loss, a scalar; a token, an int64 on the CPU; new values of the buffers at ``written``; contiguous outputs.
 ``output_sizes`` has the form of `sizes_of`. Python side effects of the call must not last.
 """
 
-take_gradient = torch.ops.mirrorc.take_gradient.default
-"""``take_gradient(call, token, tangent, like, place, tangents)`` is `OpaqueRuns.gradient` for the tensor at ``place``,
-which is ``like``.
+take_gradient = register(
+    "take_gradient(int call, Tensor token, Tensor? tangent, Tensor like, int place, Tensor[]? tangents=None) -> Tensor",
+    lambda call, token, tangent, _, place, tangents=None: _call_of(call).gradient(
+        token, tangent, place, tangents or ()
+    ),
+    lambda call, token, tangent, like, place, tangents=None: _like([like])[0],
+    tags=FIXED_STRIDES,
+)
+"""``take_gradient(call, token, tangent, like, place, tangents)`` is `OpaqueCall.gradient` of ``like``, at ``place``.
 
 ``tangent`` (the gradient of the loss; None for 1) and ``tangents`` (the gradients of outputs) are the same for all
 gradients of a token. Each gradient may be taken once, in any order, even while backward computes others.
 """
 
-run_evaluation = torch.ops.mirrorc.run_evaluation.default
-"""`OpaqueRuns.evaluation`: `run_forward` without a token, and without a loss if ``loss_dtype`` is None."""
+run_evaluation = register(
+    f"run_evaluation({_ARGUMENTS}, ScalarType? loss_dtype, {_RESULTS}) -> Tensor[]",
+    lambda call, *args, **_: _call_of(call).evaluation(RunInputs(*args[:4])),
+    lambda *args, **_: _fake_results([], *args),
+    tags=FIXED_STRIDES,
+)
+"""`OpaqueCall.evaluation`: `run_forward` without a token, and without a loss if ``loss_dtype`` is None."""
 
 OPAQUE = (run_forward, take_gradient, run_evaluation)

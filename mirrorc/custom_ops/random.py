@@ -8,14 +8,10 @@ from typing import Any
 
 import torch
 
+from mirrorc.custom_ops.registration import FIXED_STRIDES, register
 from mirrorc.torch_internals import schema_of
 
-_LIBRARY = torch.library.Library("mirrorc", "FRAGMENT")
-
-
 _MASK_64 = (1 << 64) - 1
-
-
 _generator_locks: dict[torch.device, threading.Lock] = {}
 
 STATES_LOCK = threading.Lock()
@@ -46,18 +42,12 @@ def _draw_mask(
     return torch.empty(size, dtype=torch.bool, device=device).bernoulli_(keep_probability, generator=generator)
 
 
-def _fake_mask(
-    seed: torch.Tensor, stream: int, size: list[int], keep_probability: float, device: torch.device
-) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.bool, device=device)
-
-
-_LIBRARY.define(
+register(
     "seeded_mask(Tensor seed, int stream, SymInt[] size, float keep_probability, Device device) -> Tensor",
-    tags=(torch.Tag.needs_fixed_stride_order,),
+    _draw_mask,
+    lambda seed, stream, size, keep_probability, device: torch.empty(size, dtype=torch.bool, device=device),
+    tags=FIXED_STRIDES,
 )
-_LIBRARY.impl("seeded_mask", _draw_mask, "CompositeExplicitAutograd")
-torch.library.register_fake("mirrorc::seeded_mask", _fake_mask, lib=_LIBRARY)
 
 
 _seeded_ops: dict[Any, Any] = {}
@@ -67,11 +57,7 @@ def seeded(op: Any) -> Any:
     """The mirrorc operator that runs a random ATen operator under a seed."""
     if op not in _seeded_ops:
         schema = schema_of(op)
-        name = (
-            "seeded_"
-            + schema.name.removeprefix("aten::")
-            + (f"_{schema.overload_name}" if schema.overload_name else "")
-        )
+        name = "_".join(filter(None, ("seeded", schema.name.removeprefix("aten::"), schema.overload_name)))
         signature = str(schema)[str(schema).index("(") :].replace("(", "(Tensor seed, int stream, ", 1)
         signature = re.sub(r",( \*,)? Generator\? generator(=None)?", "", signature)
 
@@ -81,10 +67,7 @@ def seeded(op: Any) -> Any:
         def fake(seed: torch.Tensor, stream: int, *args: Any, **kwargs: Any) -> Any:
             return op(*args, **kwargs)
 
-        _LIBRARY.define(name + signature, tags=(torch.Tag.needs_fixed_stride_order,))
-        _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"mirrorc::{name}", fake, lib=_LIBRARY)
-        _seeded_ops[op] = getattr(torch.ops.mirrorc, name).default
+        _seeded_ops[op] = register(name + signature, run, fake, tags=FIXED_STRIDES)
     return _seeded_ops[op]
 
 

@@ -1,4 +1,4 @@
-"""torch's recurrent layers as one operator, with autograd's backward."""
+"""torch's recurrent layers as one operator, with autograd's backward, and a check of lengths like `pack_padded_sequence`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from mirrorc.custom_ops.run_tokens import RunTokens
+from mirrorc.custom_ops.registration import FIXED_STRIDES, RunTokens, register
 from mirrorc.torch_internals import recorded_by_autograd, weights_for_cudnn
 
-_LIBRARY = torch.library.Library("mirrorc", "FRAGMENT")
 _RECORDED = {"lstm": 20, "gru": 8, "rnn_tanh": 3, "rnn_relu": 3}
 """The most values that autograd saves per unit, step and example. The largest is oneDNN's workspace for an LSTM."""
 
@@ -78,18 +77,8 @@ def _results(
     return [hidden, *(state.index_select(1, back) for state in last)]
 
 
-def _fake_forward(
-    values: torch.Tensor,
-    kind: str,
-    states: Sequence[torch.Tensor],
-    parameters: Sequence[torch.Tensor],
-    lengths: torch.Tensor | None,
-    has_biases: bool,
-    num_layers: int,
-    bidirectional: bool,
-    products: torch.dtype | None,
-    is_recorded: bool,
-) -> list[torch.Tensor]:
+def _fake_forward(values: torch.Tensor, kind: str, states: Sequence[torch.Tensor], *options: Any) -> list[torch.Tensor]:
+    *_, bidirectional, _, is_recorded = options
     time, batch, _ = values.shape
     hidden = values.new_empty(time, batch, states[0].shape[2] * (2 if bidirectional else 1))
     results = [hidden, *(state.new_empty(state.shape) for state in states)]
@@ -114,12 +103,6 @@ def _backward(
     return distinct
 
 
-def _fake_backward(
-    gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], token: torch.Tensor, places: Sequence[int]
-) -> list[torch.Tensor]:
-    return [inputs[place].new_empty(inputs[place].shape) for place in places]
-
-
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch.Tensor]) -> None:
     values, _, states, parameters, *_ = inputs
     ctx.num_states = len(states)
@@ -136,22 +119,15 @@ def _differentiated(ctx: Any, gradients: Sequence[torch.Tensor]) -> tuple[Any, .
     return of_values, None, others[: ctx.num_states], others[ctx.num_states :], *[None] * 6
 
 
-_TAGS = (torch.Tag.needs_fixed_stride_order,)
-_LIBRARY.define(
+recurrent = register(
     "recurrent(Tensor values, str kind, Tensor[] states, Tensor[] parameters, Tensor? lengths, bool has_biases, "
     "int num_layers, bool bidirectional, ScalarType? products, bool is_recorded) -> Tensor[]",
-    tags=_TAGS,
+    _forward,
+    _fake_forward,
+    tags=FIXED_STRIDES,
+    gradient=_differentiated,
+    keep=_keep,
 )
-_LIBRARY.define(
-    "recurrent_backward(Tensor[] gradients, Tensor[] inputs, Tensor token, int[] places) -> Tensor[]", tags=_TAGS
-)
-_LIBRARY.impl("recurrent", _forward, "CompositeExplicitAutograd")
-_LIBRARY.impl("recurrent_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("mirrorc::recurrent", _fake_forward, lib=_LIBRARY)
-torch.library.register_fake("mirrorc::recurrent_backward", _fake_backward, lib=_LIBRARY)
-torch.library.register_autograd("mirrorc::recurrent", _differentiated, setup_context=_keep, lib=_LIBRARY)
-
-recurrent = torch.ops.mirrorc.recurrent.default
 """Layers of `torch.nn.LSTM`, `torch.nn.GRU` or `torch.nn.RNN`, without dropout, by torch's own function.
 
 Args:
@@ -165,8 +141,41 @@ Returns:
     The hidden states of the last layer [time, batch, width], zeros after the ends of sequences; the last states; and a
         token for `recurrent_backward` if ``is_recorded``. Autograd's graph lives as long as the token.
 """
-recurrent_backward = torch.ops.mirrorc.recurrent_backward.default
+recurrent_backward = register(
+    "recurrent_backward(Tensor[] gradients, Tensor[] inputs, Tensor token, int[] places) -> Tensor[]",
+    _backward,
+    lambda gradients, inputs, token, places: [inputs[place].new_empty(inputs[place].shape) for place in places],
+    tags=FIXED_STRIDES,
+)
 """Gradients of the inputs of `recurrent` at ``places`` among its values, states and parameters.
 
 ``gradients`` are gradients of the results of `recurrent`, without the token. Backward may run several times.
+"""
+
+
+def _checked(lengths: torch.Tensor, time: int, is_sorted: bool) -> torch.Tensor:
+    result = lengths.to(torch.int64, copy=True)
+    values = result.tolist()
+    if min(values) <= 0:
+        raise RuntimeError(
+            f"Length of all samples has to be greater than 0, but found an element in 'lengths' that is <= 0: {min(values)}"
+        )
+    if max(values) > time:
+        raise RuntimeError(f"a sequence is said to have {max(values)} items, but the padded tensor has {time}")
+    if is_sorted and values != sorted(values, reverse=True):
+        raise RuntimeError(
+            "`lengths` array must be sorted in decreasing order when `enforce_sorted` is True. You can pass "
+            "`enforce_sorted=False` to pack_padded_sequence"
+        )
+    return result
+
+
+checked_lengths = register(
+    "checked_lengths(Tensor lengths, int time, bool is_sorted) -> Tensor",
+    _checked,
+    lambda lengths, time, is_sorted: lengths.new_empty(lengths.shape, dtype=torch.int64),
+)
+"""``checked_lengths(lengths, time, is_sorted)``: a copy of the lengths [batch] as int64.
+
+Raises RuntimeError if a length is not positive or exceeds the time, or if lengths are unsorted despite ``is_sorted``.
 """

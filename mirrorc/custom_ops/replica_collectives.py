@@ -10,7 +10,8 @@ from typing import Any, Protocol, cast
 
 import torch
 
-_LIBRARY = torch.library.Library("mirrorc", "FRAGMENT")
+from mirrorc.custom_ops.registration import register
+
 RowsOfAll = Callable[[torch.Tensor], int]
 """The total number of rows of all replicas for a gathered value."""
 
@@ -106,18 +107,6 @@ def _meet(kind: str, value: torch.Tensor, rows: int = 0) -> torch.Tensor:
     return _exchange.get().meet(kind, value, rows, _origin.get())
 
 
-def _like(value: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(value, memory_format=torch.contiguous_format)
-
-
-def _gathered(value: torch.Tensor) -> torch.Tensor:
-    return value.new_empty((_rows.get()(value), *value.shape[1:]))
-
-
-def _fake_rows(value: torch.Tensor, rows: int) -> torch.Tensor:
-    return value.new_empty((rows, *value.shape[1:]))
-
-
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.rows, ctx.number = len(inputs[0]) if inputs[0].dim() else 0, _exchange.get().number
 
@@ -137,46 +126,39 @@ def _gradient_of_rows(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, N
         return all_gather_value(gradient), None
 
 
-def _register(schema: str, run: Any, fake: Any, gradient: Any = None) -> Any:
-    name = schema.partition("(")[0]
-    _LIBRARY.define(schema)
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"mirrorc::{name}", fake, lib=_LIBRARY)
-    if gradient is not None:
-        torch.library.register_autograd(f"mirrorc::{name}", gradient, setup_context=_keep, lib=_LIBRARY)
-    return getattr(torch.ops.mirrorc, name).default
-
-
-all_reduce_value = _register(
-    "all_reduce_value(Tensor value) -> Tensor", functools.partial(_meet, SUM), _like, _gradient_of_sum
+all_reduce_value = register(
+    "all_reduce_value(Tensor value) -> Tensor",
+    functools.partial(_meet, SUM),
+    lambda value: torch.empty_like(value, memory_format=torch.contiguous_format),
+    gradient=_gradient_of_sum,
+    keep=_keep,
 )
 """``all_reduce_value(value)``: the sum over all replicas; a copy in plain PyTorch."""
 
-all_gather_value = _register(
-    "all_gather_value(Tensor value) -> Tensor", functools.partial(_meet, GATHER), _gathered, _gradient_of_gathered
+all_gather_value = register(
+    "all_gather_value(Tensor value) -> Tensor",
+    functools.partial(_meet, GATHER),
+    lambda value: value.new_empty((_rows.get()(value), *value.shape[1:])),
+    gradient=_gradient_of_gathered,
+    keep=_keep,
 )
 """``all_gather_value(value)``: the values of all replicas, along dim 0; a copy in plain PyTorch."""
 
-own_rows_of_sum = _register(
+own_rows_of_sum = register(
     "own_rows_of_sum(Tensor value, int rows) -> Tensor",
     functools.partial(_meet, ROWS_OF_SUM),
-    _fake_rows,
-    _gradient_of_rows,
+    lambda value, rows: value.new_empty((rows, *value.shape[1:])),
+    gradient=_gradient_of_rows,
+    keep=_keep,
 )
-"""``own_rows_of_sum(value, rows)``: this replica's rows of the sum over all replicas; the backward of
-`all_gather_value`.
-"""
+"""``own_rows_of_sum(value, rows)``: this replica's rows of the sum over replicas; backward of `all_gather_value`."""
 
-replica_number = _register(
-    "replica_number(Tensor like) -> Tensor",
-    lambda like: torch.full_like(like, _exchange.get().place),
-    torch.empty_like,
+replica_number = register(
+    "replica_number(Tensor like) -> Tensor", lambda like: torch.full_like(like, _exchange.get().place), torch.empty_like
 )
 """``replica_number(like)``: the number of this replica; 0 in plain PyTorch."""
 
-replica_count = _register(
-    "replica_count(Tensor like) -> Tensor",
-    lambda like: torch.full_like(like, _exchange.get().count),
-    torch.empty_like,
+replica_count = register(
+    "replica_count(Tensor like) -> Tensor", lambda like: torch.full_like(like, _exchange.get().count), torch.empty_like
 )
 """``replica_count(like)``: the number of replicas with examples; 1 in plain PyTorch."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import ClassVar, Literal
 
-from mirrorc.capture.front_ends.fallback import ladder_named
+from mirrorc.capture.front_ends.front_end import ladder_named
 from mirrorc.messages.problem import problem
 from mirrorc.options.option import WITHOUT_OPTIMIZER, Exclusion, OptionGroup, Request, option
 from mirrorc.pipeline.pipeline_edits import Placed

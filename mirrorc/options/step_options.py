@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from mirrorc.capture.front_ends.fallback import Ladder
+from mirrorc.capture.front_ends.front_end import Ladder
 from mirrorc.cluster import Cluster, Round
 from mirrorc.ir.devices import Device, parse_devices
 from mirrorc.ir.links import why_memory_is_not_shared

@@ -21,8 +21,7 @@ from mirrorc.user.optimizer_kinds import check_gradient_of, is_elementwise, is_f
 class OptimizerGroups:
     """The user's optimizers, with all groups numbered together.
 
-    The groups of the first optimizer come first. A group added later gets the next number, so that numbers do not
-    change.
+    The groups of the first optimizer come first. A group added later gets the next number: numbers do not change.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:

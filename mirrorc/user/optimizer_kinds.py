@@ -187,7 +187,5 @@ def is_fused(kind: type[torch.optim.Optimizer], group: Mapping[str, Any], dtype:
 def state_signature(state: Mapping[str, Any]) -> tuple[tuple[str, float | torch.dtype | None], ...]:
     """Equal for states that can share one flat tensor per entry."""
     entries = flat_entries(state)
-    kinds = {
-        key: float(value) if key in SCALAR_STATE else getattr(value, "dtype", None) for key, value in entries.items()
-    }
+    kinds = {key: float(v) if key in SCALAR_STATE else getattr(v, "dtype", None) for key, v in entries.items()}
     return tuple(sorted(kinds.items()))

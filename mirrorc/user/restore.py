@@ -1,13 +1,16 @@
-"""Restores models, and the objects in them, after a block."""
+"""Restores models, and the objects in them, after a block; compares values; the slots of classes."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import types
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -17,15 +20,13 @@ CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
 _BASES = (OrderedDict, dict, list, set, deque)  # a subclass before its base
 
 
-@contextlib.contextmanager
-def restored(root: nn.Module) -> Iterator[None]:
+def restored(root: nn.Module) -> contextlib.AbstractContextManager[Any]:
     """Undoes a block's changes to a module and its submodules, even if the block fails.
 
     Restores attributes of modules and the contents of collections among them; memory, shape, ``requires_grad`` and
     ``grad`` of parameters and buffers; and values of buffers.
     """
-    with put_back_after([*_attributes(root), *_variables(root)]):
-        yield
+    return put_back_after([*_attributes(root), *_variables(root)])
 
 
 def _attributes(root: nn.Module) -> list[Callable[[], object]]:
@@ -175,3 +176,52 @@ class _SavedTensor:
             tensor.requires_grad_(self._requires_grad)
         if tensor.grad is not self._gradient:
             tensor.grad = self._gradient
+
+
+def slots_of(cls: type) -> tuple[types.MemberDescriptorType, ...]:
+    """Slots of a class and its bases. They access attributes without the class's methods."""
+    with_slots = [vars(base) for base in cls.__mro__ if "__slots__" in vars(base)]
+    members = [member for names in with_slots for member in names.values()]
+    return tuple(member for member in members if type(member) is types.MemberDescriptorType)
+
+
+PLAIN = (str, int, float, complex, bool, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def are_equal(first: Any, second: Any, depth: int = 0) -> bool:
+    """Compares values by content; other objects, and tensors that require gradients, by identity."""
+    if first is second:
+        return True
+    if type(first) is not type(second) or depth > 20:
+        return False
+    if isinstance(first, torch.Tensor):
+        is_plain = all(can_keep_value(tensor) and not tensor.requires_grad for tensor in (first, second))
+        types = [(tensor.shape, tensor.dtype, tensor.device) for tensor in (first, second)]
+        return is_plain and types[0] == types[1] and have_same_bits(first, second)
+    if isinstance(first, np.ndarray):
+        return (first.shape, first.dtype) == (second.shape, second.dtype) and first.tobytes() == second.tobytes()
+    if isinstance(first, float):
+        return first == second or (first != first and second != second)  # nan equals itself
+    if isinstance(first, PLAIN):
+        return bool(first == second)
+    if isinstance(first, set | frozenset | bytearray | array):
+        return first == second
+    if is_collection(first) or isinstance(first, tuple):
+        if isinstance(first, dict) and list(first) != list(second):
+            return False
+        items = [(*(each.values() if isinstance(each, dict) else each),) for each in (first, second)]
+        return len(first) == len(second) and all(are_equal(a, b, depth + 1) for a, b in zip(*items, strict=True))
+    return False
+
+
+def requires_gradient(value: Any, depth: int = 0) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.requires_grad
+    if not (is_collection(value) or isinstance(value, tuple)) or depth > 20:
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return any(requires_gradient(item, depth + 1) for item in items)
+
+
+def have_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return torch.equal(bytes_of(first), bytes_of(second))

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from twins import Twins, compiled_step
 
 import mirrorc
-from mirrorc.capture.call.changing_numbers import ChangingNumbers
+from mirrorc.capture.call.changing_inputs import ChangingNumbers
 from mirrorc.errors import CaptureError
 from mirrorc.ir.program import ArgumentKind, Program
 

@@ -16,8 +16,7 @@ import mirrorc
 from mirrorc import CaptureError
 from mirrorc.capture.diagnostics.capture_errors import LoneExampleError, UnreadableError
 from mirrorc.capture.dynamo.dynamo_front_end import DynamoFrontEnd
-from mirrorc.capture.front_ends.fallback import Ladder, ladder_named
-from mirrorc.capture.front_ends.front_end import front_end_named
+from mirrorc.capture.front_ends.front_end import Ladder, front_end_named, ladder_named
 from mirrorc.coordination.fingerprint import facts_of_program
 
 

@@ -24,7 +24,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.options.table import grouped
 from mirrorc.runtime.execution.binding.step_outputs import StepOutputs
-from mirrorc.user.trained_loss import TrainedLoss
+from mirrorc.user.loop_warnings import TrainedLoss
 
 Pair = namedtuple("Pair", ["logits", "hidden"])
 

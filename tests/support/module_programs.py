@@ -9,9 +9,8 @@ import torch
 from torch import fx, nn
 
 from mirrorc.capture.call.call_arguments import flatten_call
-from mirrorc.capture.call.module_call import ModuleCall
-from mirrorc.capture.call.shard_types import SymbolicDims
-from mirrorc.capture.call.shards import split_call
+from mirrorc.capture.call.shards import SymbolicDims, split_call
+from mirrorc.capture.call.training_call import ModuleCall
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.capture.program.capture_program import CapturedProgram, capture_program
 from mirrorc.compilation.call_kind import Purpose

@@ -10,10 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mirrorc
 from mirrorc.capture.call.call_arguments import flatten_call
-from mirrorc.capture.call.evaluation_call import EvaluationCall
-from mirrorc.capture.call.shard_types import SymbolicDims
-from mirrorc.capture.call.shards import split_call
-from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.call.shards import SymbolicDims, split_call
+from mirrorc.capture.call.training_call import EvaluationCall, TrainingCall
 from mirrorc.capture.front_ends.front_end import FrontEnd
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.capture.program.capture_program import capture_program

@@ -8,8 +8,15 @@ import pytest
 import torch
 from torch import nn
 
+from mirrorc.ir.variables import Role, UpdateRule, Variable
 from mirrorc.torch_internals import adagrad_is_fused_on_gpus
-from mirrorc.user.optimizer_groups import OptimizerGroups, check_optimizers, hyperparameters_by_label, update_rules
+from mirrorc.user.optimizer_groups import (
+    OptimizerGroups,
+    check_capturable,
+    check_optimizers,
+    hyperparameters_by_label,
+    update_rules,
+)
 from mirrorc.user.optimizer_kinds import (
     ELEMENTWISE,
     check_state,
@@ -279,3 +286,15 @@ def test_what_groups_hold_is_told_by_value(kind: Callable[[float], Any]) -> None
         optimizer.param_groups[0]["own"] = kind(value)
         told.append(hyperparameters_by_label(OptimizerGroups([optimizer])))
     assert told[0] == told[2] != told[1]
+
+
+def test_a_tensor_in_a_pair_of_hyperparameters_is_not_said_to_be_the_pair() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    groups = OptimizerGroups([torch.optim.AdamW([weight], fused=True)])
+    rule = UpdateRule("AdamW group 0", 0)
+    variables = {"weight": Variable("weight", (3,), (1,), torch.float32, Role.PARAMETER, update=rule)}
+    check_capturable(groups, variables)
+    groups[0][0].param_groups[0]["betas"] = (torch.tensor(0.9), torch.tensor(0.99))
+    message = r"AdamW with a tensor in 'betas' of group 0\n.*\n  fix:  optimizer\.param_groups\[0\]\['betas'\] = float"
+    with pytest.raises(ValueError, match=message):
+        check_capturable(groups, variables)

@@ -46,10 +46,7 @@ class PerReplica:
         """
         if op not in ("sum", "mean"):
             raise problem(
-                ValueError,
-                f"MC1307: op is {op!r}",
-                "values are summed up or averaged",
-                "op='sum' or op='mean'",
+                ValueError, f"MC1307: op is {op!r}", "values are summed up or averaged", "op='sum' or op='mean'"
             )
         return _combined(self.values, lambda tensors: _reduced(tensors, op, dim))
 
@@ -158,9 +155,7 @@ def _combined(values: Sequence[Any], combine: Callable[[list[torch.Tensor]], tor
     places = [tuple(value) if isinstance(value, Mapping) else range(len(value)) for value in values]
     if any({*place} != {*places[0]} for place in places):
         raise problem(
-            ValueError,
-            "MC1307: the values have different entries",
-            fix="value.values, for the values themselves",
+            ValueError, "MC1307: the values have different entries", fix="value.values, for the values themselves"
         )
     combined = [_combined([value[place] for value in values], combine) for place in places[0]]
     if isinstance(first, Mapping):
@@ -188,9 +183,7 @@ def _reduced(tensors: list[torch.Tensor], op: str, dim: int | None) -> torch.Ten
 def _gathered(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:
     if all(tensor.dim() == 0 for tensor in tensors):
         return torch.stack(tensors)
-    other_sizes = {
-        (t.dim(), *(size for i, size in enumerate(t.shape) if i != dim % t.dim())) for t in tensors if t.dim()
-    }
+    other_sizes = {(t.dim(), *(n for i, n in enumerate(t.shape) if i != dim % t.dim())) for t in tensors if t.dim()}
     if len(other_sizes) > 1 or not all(t.dim() for t in tensors):
         raise _other_shapes(tensors, "pad them, or take value.values")
     return torch.cat(tensors, dim)

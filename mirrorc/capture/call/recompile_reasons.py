@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mirrorc.capture.call.call_arguments import Call, Constant, Structure
-from mirrorc.capture.call.shard_types import ShardTypes
+from mirrorc.capture.call.shards import ShardTypes
 from mirrorc.printing.printed_values import dtype_name
 
 FIRST_CALL = "the first call"
@@ -74,11 +74,8 @@ def changing_arguments(kinds: Sequence[CallKind]) -> list[str]:
     """Texts such as ``the shape of 'x' ([4, 7], [4, 9])``, with a few of the values."""
     names = dict.fromkeys(name for kind in kinds for name in (*kind.tensors, *kind.constants))
     changes = [text for name in names if (text := _change_of(name, kinds))]
-    return (
-        changes
-        if len(changes) <= _MOST_SHOWN
-        else [*changes[:_MOST_SHOWN], f"{len(changes) - _MOST_SHOWN} more arguments"]
-    )
+    more = [f"{len(changes) - _MOST_SHOWN} more arguments"] if len(changes) > _MOST_SHOWN else []
+    return [*changes[:_MOST_SHOWN], *more]
 
 
 def changes_since(old: CallKind, new: CallKind, read: Collection[str] = ()) -> list[str]:
@@ -88,10 +85,9 @@ def changes_since(old: CallKind, new: CallKind, read: Collection[str] = ()) -> l
         for name in dict.fromkeys((*new.tensors, *old.tensors))
         for before, now in _unequal_types(old.tensors.get(name), new.tensors.get(name))
     ]
-    values = [
+    before, now = (
         {**kind.constants, **{name: text for name, text in kind.plain.items() if name in read}} for kind in (old, new)
-    ]
-    before, now = values
+    )
     texts += [
         f"{name}={now.get(name, 'nothing')}, was {before.get(name, 'nothing')}"
         for name in dict.fromkeys((*now, *before))

@@ -1,4 +1,4 @@
-"""The arguments of a step: those of forward, and the target of the loss."""
+"""The arguments of a step: those of forward, and the target of the loss; the fewest examples of a shard."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from mirrorc.capture.call.batch_norm import fewest_examples
 from mirrorc.capture.call.call_arguments import Call, flatten_call
 from mirrorc.capture.call.shards import Shards, split_call
 from mirrorc.messages.problem import problem
@@ -114,3 +113,12 @@ class Signature:
 
     def _callee(self, *, trains: bool) -> str:
         return "model" if self._is_module else "step" if trains else "step.evaluate"
+
+
+_NORMALIZATIONS = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
+
+
+def fewest_examples(*roots: Any) -> int:
+    """The fewest examples of a shard: 2 if a BatchNorm uses batch statistics in forward, else 1."""
+    modules = (module for root in roots if isinstance(root, nn.Module) for module in root.modules())
+    return 2 if any(isinstance(m, _NORMALIZATIONS) and (m.training or m.running_mean is None) for m in modules) else 1

@@ -99,13 +99,10 @@ def outputs_of(
 def refuse_outputs_apart(
     ways: Mapping[str, str], traced: Sequence[TracedOutputs], *, has_examples: bool = True
 ) -> None:
-    """Refuses outputs that differ between microbatches. With workers without examples, refuses outputs that these
-    cannot produce.
-    """
+    """Refuses outputs that differ between microbatches, or that workers without examples cannot produce."""
     apart = [name for name, how in ways.items() if how == "apart"]
-    constants = zip(
-        *([leaf for leaf in outputs.leaves if leaf.kind is LeafKind.CONSTANT] for outputs in traced), strict=False
-    )
+    each = [[leaf for leaf in outputs.leaves if leaf.kind is LeafKind.CONSTANT] for outputs in traced]
+    constants = zip(*each, strict=False)
     apart += [
         first.path
         for first, *others in constants

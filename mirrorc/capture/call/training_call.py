@@ -1,4 +1,4 @@
-"""A model and its loss as one module, for the tracer."""
+"""A model, alone or with its loss, as one module for the tracer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mirrorc.capture.call.call_arguments import Structure, paths_of_containers, rebuilding
-from mirrorc.capture.call.changing_numbers import ChangingNumbers
+from mirrorc.capture.call.changing_inputs import ChangingNumbers
 from mirrorc.torch_internals import forward_signature
 
 BufferPath = tuple[tuple[str, ...], str]
@@ -26,8 +26,7 @@ class BuffersAssigned(Exception):
 class TrainingCall(nn.Module):
     """A module whose forward computes the loss from a flat list of tensors.
 
-    If ``keeps_outputs``, forward also returns the model's outputs, and those that `beside_loss` takes from the result
-    of ``loss_fn``.
+    If ``keeps_outputs``, forward also returns the outputs of the model, and those beside the loss of ``loss_fn``.
 
     Attributes:
         plain: `Call.plain` of the current call; set before guards are checked.
@@ -124,3 +123,59 @@ def beside_loss(result: Any) -> Any:
     if type(result) is not tuple and type(result) is not list:
         return result
     return result[1] if len(result) == 2 else tuple(result[1:])
+
+
+class EvaluationCall(TrainingCall):
+    """A forward that returns loss and outputs, traced without gradients.
+
+    A missing loss is an empty tensor. Without a loss, outputs are returned; else only if requested.
+    """
+
+    trains = False
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Any, structure: Structure, *plain: Any, keeps_outputs: bool = False
+    ) -> None:
+        super().__init__(model, loss_fn, structure, *plain, keeps_outputs=True)  # forward returns a pair in any case
+        self._wants_outputs = keeps_outputs
+        self.needs_loss = loss_fn is not None and any(name == "target" for name, _ in structure[1])
+
+    def results(self, leaves: Sequence[torch.Tensor]) -> Any:
+        args, kwargs = self.rebuilt(self.structure, leaves, self.plain)
+        target = kwargs.pop("target") if self.needs_loss else None
+        outputs = self.model(*args, **kwargs)
+        loss = None
+        if self.needs_loss:
+            result = self.loss_fn(outputs, target)  # type: ignore[misc]
+            if not isinstance(result, torch.Tensor):
+                outputs = (outputs, beside_loss(result))
+            loss = loss_in(result)
+        elif self.loss_fn is None:
+            loss = loss_in(outputs)
+            if isinstance(loss, torch.Tensor) and loss.dim() > 0 and loss.numel() != 1:
+                loss = None
+        if not isinstance(loss, torch.Tensor):
+            return torch.empty(0), outputs
+        return loss, outputs if self._wants_outputs else None
+
+
+class ModuleCall(TrainingCall):
+    """A forward that returns outputs. Backward begins with their gradients: its loss is outputs times these."""
+
+    takes_tangents = True
+
+    def results(self, leaves: Sequence[torch.Tensor]) -> Any:
+        return _outputs_alone(self, leaves)
+
+
+class ModuleEvaluation(EvaluationCall):
+    """A forward that returns outputs, traced without gradients."""
+
+    def results(self, leaves: Sequence[torch.Tensor]) -> Any:
+        return _outputs_alone(self, leaves)
+
+
+def _outputs_alone(call: TrainingCall, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Any]:
+    args, kwargs = call.rebuilt(call.structure, leaves, call.plain)
+    model: nn.Module = call.model
+    return torch.empty(0), model(*args, **kwargs)

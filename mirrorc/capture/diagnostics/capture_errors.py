@@ -31,9 +31,7 @@ AS_PLAIN_PYTORCH = "compiler=mirrorc.Compiler(capture='autograd'), which runs it
 
 
 class UnreadableError(CaptureError):
-    """Raised for Python code that a tracer cannot follow, but plain PyTorch can run. ``why`` is the reason, without a
-    fix.
-    """
+    """Raised for Python code that only plain PyTorch can run, not a tracer. ``why`` is the reason, without a fix."""
 
     def __init__(self, refusal: str, why: str, at: str = "") -> None:
         super().__init__(with_line(refusal, "fix", AS_PLAIN_PYTORCH))

@@ -123,24 +123,20 @@ def changed_arguments(traced: fx.GraphModule, call: TrainingCall, model_name: st
 
     Other changes are refused, because replicas get copies, and changes of these would be lost.
     """
-    effects = python_effects_of(traced)
-    paths = call.containers()
-    notes: list[Note] = []
-    changed = [(paths[container.position], container) for container in effects.changed_arguments]
-    for path, container in changed:
-        if container.only_loses:
-            continue
-        raise problem(
-            CaptureError,
-            f"MC2302: forward or loss of {model_name} changes its argument {path!r}",
-            "each replica has a container of its own, so that yours would stay as it is",
-            (
-                "change a copy, dict(batch) or list(states), and return what is to last",
-                "keep it in a buffer, self.x.copy_(value)",
-            ),
-            at=users_place(container.stack),
-        )
-    for path, container in changed:
+    paths, notes = call.containers(), list[Note]()
+    for container in python_effects_of(traced).changed_arguments:
+        path = paths[container.position]
+        if not container.only_loses:
+            raise problem(
+                CaptureError,
+                f"MC2302: forward or loss of {model_name} changes its argument {path!r}",
+                "each replica has a container of its own, so that yours would stay as it is",
+                (
+                    "change a copy, dict(batch) or list(states), and return what is to last",
+                    "keep it in a buffer, self.x.copy_(value)",
+                ),
+                at=users_place(container.stack),
+            )
         frame = _users_frame(container.stack) or _UNKNOWN
         text = message(
             f"MC3303: {model_name} takes items out of its argument {path!r}, which stay in yours",
@@ -281,19 +277,17 @@ def _reads_of(write: PythonWrite, part: str) -> tuple[str, ...]:
 def _of_write(write: PythonWrite, model_name: str) -> Note:
     frame = _users_frame(write.stack) or _UNKNOWN
     name, place = write.words
-    return Note.at(
-        frame,
-        message(
-            f"MC3301: {model_name} changes {name} in {place or 'forward or loss'}, which a captured graph does not do",
-            "",
-            (
-                "return it from forward; with mirrorc.compile(..., return_outputs=True) the step returns it, too",
-                "self.register_buffer('x', ...) once, and self.x.copy_(value) in forward",
-                "model(x), the plain model, in your loop",
-            ),
-            at=line_of(frame),
+    text = message(
+        f"MC3301: {model_name} changes {name} in {place or 'forward or loss'}, which a captured graph does not do",
+        "",
+        (
+            "return it from forward; with mirrorc.compile(..., return_outputs=True) the step returns it, too",
+            "self.register_buffer('x', ...) once, and self.x.copy_(value) in forward",
+            "model(x), the plain model, in your loop",
         ),
+        at=line_of(frame),
     )
+    return Note.at(frame, text)
 
 
 def _of_calls(calls: Sequence[PythonCall], model_name: str) -> list[Note]:

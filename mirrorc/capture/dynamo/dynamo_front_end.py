@@ -1,20 +1,20 @@
-"""Traces with Dynamo, then with torch's joint export."""
+"""Traces with Dynamo, rewrites the graph of torch functions, then traces with torch's joint export."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import itertools
 import logging
+import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import fx
 
-from mirrorc.capture.call.containers import unflatten_container
-from mirrorc.capture.call.evaluation_call import EvaluationCall
-from mirrorc.capture.call.packed_sequences import PaddedSequences
+from mirrorc.capture.call.containers import PaddedSequences, unflatten_container
 from mirrorc.capture.call.traced_outputs import (
     LeafKind,
     ShapeOfValuesError,
@@ -24,42 +24,45 @@ from mirrorc.capture.call.traced_outputs import (
     remove_marks,
     summed,
 )
-from mirrorc.capture.call.training_call import BuffersAssigned, TrainingCall
+from mirrorc.capture.call.training_call import BuffersAssigned, EvaluationCall, TrainingCall
 from mirrorc.capture.diagnostics.capture_errors import (
+    NoGradientError,
     changed_before_backward,
     check_evaluated_loss,
     check_loss,
     explain,
+    refuse_complex,
     shape_depends_on_values,
 )
 from mirrorc.capture.diagnostics.known_failures import DATA_DEPENDENT
-from mirrorc.capture.diagnostics.loss_reduction import reductions_of
+from mirrorc.capture.diagnostics.loss_means import reductions_of, weighted_means_of
 from mirrorc.capture.diagnostics.python_effects import Note, assigned_buffers, changed_arguments, dropped_effects
-from mirrorc.capture.diagnostics.time_first import leaves_with_time_first
+from mirrorc.capture.diagnostics.split_effects import leaves_with_time_first
 from mirrorc.capture.diagnostics.untrained_tensors import untrained_tensors
-from mirrorc.capture.diagnostics.weighted_means import weighted_means_of
-from mirrorc.capture.dynamo.distribution_checks import ASKED_OF_CLASSES, VALIDATIONS
 from mirrorc.capture.dynamo.drawn_branches import DECIDING, DrawnScalar, DrawnScalarDecides
-from mirrorc.capture.dynamo.recurrent_layers import TRACED_INSTEAD
-from mirrorc.capture.dynamo.spec_augment import masking_functions
-from mirrorc.capture.dynamo.sync_batch_norm import SYNCHRONIZED
-from mirrorc.capture.dynamo.weighted_outputs import weight_outputs
+from mirrorc.capture.dynamo.traced_substitutes import (
+    ASKED_OF_CLASSES,
+    SYNCHRONIZED,
+    TRACED_INSTEAD,
+    VALIDATIONS,
+    masking_functions,
+)
 from mirrorc.capture.front_ends.front_end import FrontEnd, Traced
-from mirrorc.capture.model.external_variables import take_outside_variables
+from mirrorc.capture.model.model_state import take_outside_variables
 from mirrorc.capture.model.refused_models import refuse_modules
-from mirrorc.capture.rewrites.masked_assignments import choose_where_masked
 from mirrorc.capture.rewrites.operator_effects import refuse_effects
 from mirrorc.capture.rewrites.sparse_lookups import BAGS_AS_ROWS, leaves_with_offsets, take_sparse_lookups
+from mirrorc.custom_ops.output_tangents import output_tangent
 from mirrorc.ir.program import LOSS_OUTPUT
 from mirrorc.torch_internals import (
     CHECKS_OF_TENSORS,
+    Decompositions,
     NumbersGivenUp,
     SizesGivenUp,
     asked_for_class,
     called_while_traced,
     checked_autograd_functions,
-    export_forward_graph,
-    export_joint_graph,
+    export_graph,
     give_values,
     guards_of,
     is_drawn,
@@ -81,11 +84,7 @@ class DynamoFrontEnd(FrontEnd):
     name = "dynamo"
 
     def trace(
-        self,
-        stack: contextlib.ExitStack,
-        call: TrainingCall,
-        leaves: Sequence[torch.Tensor],
-        decompositions: Mapping[Any, Callable[..., Any]],
+        self, stack: ExitStack, call: TrainingCall, leaves: Sequence[torch.Tensor], decompositions: Decompositions
     ) -> Traced:
         model_name = type(call.model).__name__
         refuse_modules(call, model_name)
@@ -115,7 +114,7 @@ class DynamoFrontEnd(FrontEnd):
         _copy_aliased_loss(traced.graph)
         with _Explained(model_name, leaves, traced.graph):
             names = tuple(outputs.types) if outputs is not None else ()
-            joint = export_joint_graph(stack, traced, leaves, {**decompositions, **BAGS_AS_ROWS}, names)
+            joint = export_graph(stack, traced, leaves, {**decompositions, **BAGS_AS_ROWS}, names)
         joint.numbers = guards_of(traced).number_inputs()
         joint.outside, joint.looked_up = outside, looked_up
         return Traced(
@@ -131,11 +130,11 @@ class DynamoFrontEnd(FrontEnd):
 
     def _forward(
         self,
-        stack: contextlib.ExitStack,
+        stack: ExitStack,
         traced: fx.GraphModule,
         call: EvaluationCall,
         leaves: Sequence[torch.Tensor],
-        decompositions: Mapping[Any, Callable[..., Any]],
+        decompositions: Decompositions,
         outputs: TracedOutputs,
         notes: tuple[Note, ...],
     ) -> Traced:
@@ -153,7 +152,7 @@ class DynamoFrontEnd(FrontEnd):
         refuse_effects(traced.graph, model_name)
         with_time_first, outside = leaves_with_time_first(traced.graph), take_outside_variables(traced, call, leaves)
         with _Explained(model_name, leaves):
-            graph = export_forward_graph(stack, traced, leaves, decompositions, names)
+            graph = export_graph(stack, traced, leaves, decompositions, names, trains=False)
         graph.numbers = guards_of(traced).number_inputs()
         graph.outside = outside
         return Traced(
@@ -187,7 +186,7 @@ def _trace(
     instead = {**TRACED_INSTEAD, **SYNCHRONIZED, **CHECKS_OF_TENSORS, **VALIDATIONS, **masking_functions(call)}
 
     def traced(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> fx.GraphModule:
-        with contextlib.ExitStack() as stack:
+        with ExitStack() as stack:
             stack.enter_context(traced_instead(functions))
             stack.enter_context(called_while_traced(ASKED_OF_CLASSES))
             stack.enter_context(made_leaves())
@@ -273,3 +272,84 @@ class _Explained:
             logger.debug("tracing %s has failed", self._model_name, exc_info=error)
             changed = changed_before_backward(error, self._model_name, self._graph)
             raise changed or explain(error, self._model_name, self._leaves) from None
+
+
+def weight_outputs(traced: fx.GraphModule, names: Sequence[str], model_name: str) -> None:
+    """The graph then returns a loss, the sum of its outputs times their tangents, and the outputs.
+
+    Raises:
+        NoGradientError: no output needs a gradient.
+        CaptureError: an output that needs a gradient is complex.
+    """
+    graph = traced.graph
+    values = graph.output_node().args[0]
+    assert isinstance(values, tuple | list)
+    detached = [value for value in values[len(values) - len(names) :] if isinstance(value, fx.Node)]
+    with graph.inserting_before(graph.output_node()):
+        products = [
+            _product(graph, source, name, model_name)
+            for name, value in zip(names, detached, strict=True)
+            if (source := _attached(value)).meta["example_value"].requires_grad
+        ]
+        if not products:
+            raise NoGradientError(f"no output of {model_name} needs a gradient")
+        dtype = functools.reduce(torch.promote_types, (value.meta["example_value"].dtype for value in products))
+        alike = [_added(graph, torch.Tensor.to, value, dtype) for value in products]
+        loss = functools.reduce(functools.partial(_added, graph, torch.add), alike)
+    give_values(traced, [loss, *detached])
+
+
+def _attached(detached: fx.Node) -> fx.Node:
+    copied = detached.args[0] if detached.target is torch.clone else detached
+    assert isinstance(copied, fx.Node) and isinstance(copied.args[0], fx.Node)
+    return copied.args[0]
+
+
+def _product(graph: fx.Graph, output: fx.Node, name: str, model_name: str) -> fx.Node:
+    refuse_complex({name: output.meta["example_value"]}, model_name)
+    own = _added(graph, torch.Tensor.detach, output)
+    tangent = _added(graph, output_tangent, own, name)
+    return _added(graph, torch.sum, _added(graph, torch.mul, output, tangent))
+
+
+def _added(graph: fx.Graph, function: object, *operands: object) -> fx.Node:
+    node = graph.call_function(function, operands)  # type: ignore[arg-type]
+    values = [operand.meta["example_value"] if isinstance(operand, fx.Node) else operand for operand in operands]
+    node.meta["example_value"] = function(*values)  # type: ignore[operator]
+    return node
+
+
+def choose_where_masked(graph: fx.Graph) -> None:
+    """Rewrites ``x[mask] = value`` to ``x.copy_(torch.where(mask, value, x))`` if the value requires a gradient.
+
+    Backward of the assignment would gather the gradient at the masked places, and their number depends on the mask.
+    """
+    for node in list(graph.find_nodes(op="call_function", target=operator.setitem)):
+        place, mask, value = node.args
+        if not _is_masked(place, mask, value):
+            continue
+        source, chosen = (arg.meta["example_value"] for arg in (place, mask))
+        with graph.inserting_before(node):
+            wide = graph.call_method("reshape", (mask, (*chosen.shape, *(1,) * (source.dim() - chosen.dim()))))
+            new = graph.call_function(torch.where, (wide, value, place))
+            copied = graph.call_method("copy_", (place, new))
+        for made in (wide, new, copied):
+            made.meta = {**node.meta, "example_value": source}
+        wide.meta["example_value"] = chosen.reshape((*chosen.shape, *(1,) * (source.dim() - chosen.dim())))
+        graph.erase_node(node)
+    graph.owning_module.recompile()  # type: ignore[union-attr]
+
+
+def _is_masked(place: Any, mask: Any, value: Any) -> bool:
+    if not all(isinstance(arg, fx.Node) for arg in (place, mask, value)):
+        return False
+    values = [arg.meta.get("example_value") for arg in (place, mask, value)]
+    if not all(isinstance(item, torch.Tensor) for item in values):
+        return False
+    source, chosen, assigned = values
+    if not all(type(size) is int for item in values for size in item.shape):  # such as a size that depends on the mask
+        return False
+    is_mask = chosen.dtype == torch.bool and chosen.shape == source.shape[: chosen.dim()] and chosen.dim() > 0
+    counted = len([*itertools.dropwhile(lambda size: size == 1, assigned.shape)])  # PyTorch leaves out leading ones
+    fits = counted <= source.dim() - chosen.dim() and assigned.dim() <= source.dim()
+    return is_mask and fits and assigned.dtype == source.dtype and assigned.requires_grad

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import fx, nn
 from mirrorc.capture.call.call_arguments import Constant
 from mirrorc.capture.call.traced_outputs import TracedOutputs
 from mirrorc.capture.call.training_call import TrainingCall
-from mirrorc.capture.dynamo.sync_batch_norm import has_substitute, synchronizes
+from mirrorc.capture.dynamo.traced_substitutes import has_substitute, synchronizes
 from mirrorc.capture.eager.eager_call import OpaqueCall
 from mirrorc.capture.eager.trial_run import first_runs
 from mirrorc.capture.front_ends.front_end import FrontEnd, Traced
@@ -25,7 +25,7 @@ from mirrorc.custom_ops.output_tangents import output_tangent
 from mirrorc.errors import CaptureError
 from mirrorc.ir.program import LOSS_OUTPUT
 from mirrorc.messages.problem import problem
-from mirrorc.torch_internals import FakeTensorMode, JointGraph
+from mirrorc.torch_internals import Decompositions, FakeTensorMode, JointGraph
 
 _REMARK = (
     "forward and backward of a replica run as plain PyTorch (capture='autograd'): no pass looks into them, and no figure of "
@@ -62,16 +62,11 @@ class AutogradFrontEnd(FrontEnd):
     needs_data = True
 
     def trace(
-        self,
-        stack: contextlib.ExitStack,
-        call: TrainingCall,
-        leaves: Sequence[torch.Tensor],
-        decompositions: Mapping[Any, Callable[..., Any]],
+        self, stack: ExitStack, call: TrainingCall, leaves: Sequence[torch.Tensor], decompositions: Decompositions
     ) -> Traced:
-        model_name = type(call.model).__name__
-        _refuse_other_norms(call, model_name)
-        opaque = OpaqueCall(call, model_name)
-        trials = first_runs(opaque, call, call.data or [leaves], leaves, model_name)
+        _refuse_other_norms(call)
+        opaque = OpaqueCall(call)
+        trials = first_runs(opaque, call.data or [leaves], leaves)
         opaque.recorded = trials.recorded
         joint = _joint_graph(opaque, leaves) if call.trains else _forward_graph(opaque, leaves)
         joint.written_inputs = trials.written_inputs
@@ -100,24 +95,21 @@ class AutogradFrontEnd(FrontEnd):
             leaf if leaf.shape == like.shape else torch.cat([leaf, leaf[:1]])
             for leaf, like in zip(shard, leaves, strict=False)
         ]
-        if len(grown) != len(leaves) or any(
-            grown_leaf.shape != like.shape for grown_leaf, like in zip(grown, leaves, strict=True)
-        ):
+        if [leaf.shape for leaf in grown] != [like.shape for like in leaves]:
             return None
-        model_name = type(call.model).__name__
         try:
-            return first_runs(OpaqueCall(call, model_name), call, [grown], grown, model_name).recorded.outputs
+            return first_runs(OpaqueCall(call), [grown], grown).recorded.outputs
         except CaptureError as error:
             logger.debug("no run of another number of examples", exc_info=error)
             return None
 
 
-def _refuse_other_norms(call: TrainingCall, model_name: str) -> None:
+def _refuse_other_norms(call: TrainingCall) -> None:
     norms = [module for module in call.modules() if isinstance(module, nn.SyncBatchNorm) and synchronizes(module)]
     if not all(map(has_substitute, norms)):
         raise problem(
             CaptureError,
-            f"MC2503: {model_name} has a SyncBatchNorm with a forward of its own, in train mode",
+            f"MC2503: {type(call.model).__name__} has a SyncBatchNorm with a forward of its own, in train mode",
             "as plain PyTorch, it would take the statistics of a replica alone",
             ("compiler=mirrorc.Compiler(capture='dynamo')", "nn.SyncBatchNorm.convert_sync_batchnorm(model)"),
         )
@@ -161,9 +153,8 @@ class EagerGuards:
                 return name
         for module, key, value in self._numbers:
             number = vars(module).get(key)
-            if number is value.value or Constant(number) == value:
-                continue
-            if key not in CARRIED.of(module):
+            is_same = number is value.value or Constant(number) == value
+            if not is_same and key not in CARRIED.of(module):
                 return f"self.{key}"
         return ""
 
@@ -175,9 +166,7 @@ class _GraphBuilder:
         self.parameters = [
             self.placeholder_like(f"parameter_{i}", variable) for i, variable in enumerate(call.parameters.values())
         ]
-        self.buffers = [
-            self.placeholder_like(f"buffer_{i}", variable) for i, variable in enumerate(call.buffers.values())
-        ]
+        self.buffers = [self.placeholder_like(f"buffer_{i}", value) for i, value in enumerate(call.buffers.values())]
         self.seed = self.placeholder_like("seed", torch.empty((), dtype=torch.int64)) if call.recorded.draws else None
         self.number = register_call(call)
 

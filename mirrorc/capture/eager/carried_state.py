@@ -77,9 +77,8 @@ class CarriedState:
         return self.num_settled
 
     def begin_step(self, root: nn.Module) -> None:
-        if (
-            self._state is None or self._state.root is not root or self._state.changes()
-        ):  # by the user, or the last step
+        # the user, or the last step, may have changed state
+        if self._state is None or self._state.root is not root or self._state.changes():
             self._state = PythonState(root)
         self._left = None
 

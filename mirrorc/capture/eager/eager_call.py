@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence, Set
-from typing import cast
 
 import torch
 from torch import nn
@@ -14,32 +13,31 @@ from torch.nn.utils.parametrize import is_parametrized
 from mirrorc.capture.call.traced_outputs import UnreadableOutputError, noted_marks
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.diagnostics.capture_errors import refuse_complex
-from mirrorc.capture.diagnostics.identical_buffers import are_alike
 from mirrorc.capture.diagnostics.python_effects import cached_parametrizations, is_like, other_buffer
 from mirrorc.capture.diagnostics.untrained_tensors import outside_of_module
+from mirrorc.capture.diagnostics.written_buffers import are_alike
 from mirrorc.capture.eager.carried_state import CarriedState
 from mirrorc.capture.eager.eager_run import (
     Recorded,
     Run,
+    RunExchange,
+    RunGradients,
     ThreadModes,
+    not_joined,
     note_reach,
     parameter_of_run,
-    reached_otherwise,
-    reached_text,
 )
 from mirrorc.capture.eager.module_copies import ModuleCopy
 from mirrorc.capture.eager.rng_streams import ReplicaStream, generator_states
-from mirrorc.capture.eager.run_exchange import Others, RunExchange, not_joined
 from mirrorc.capture.eager.run_outputs import difference, read_run
-from mirrorc.capture.eager.streamed_gradients import RunGradients
-from mirrorc.capture.eager.value_comparison import have_same_bits
 from mirrorc.capture.model.transient_attributes import CARRIED, AssignedAttributeError, Attribute
 from mirrorc.custom_ops.eager_calls import RunInputs, UsedParameters
+from mirrorc.custom_ops.registration import RunTokens
 from mirrorc.custom_ops.replica_collectives import ReplicaExchange, current_exchange, exchanging, refused_exchange
-from mirrorc.custom_ops.run_tokens import RunTokens
-from mirrorc.errors import CaptureError, ExecutionError
-from mirrorc.messages.problem import message, problem
+from mirrorc.errors import CaptureError, ExecutionError, MirrorcError
+from mirrorc.messages.problem import problem
 from mirrorc.torch_internals import caches_parametrizations, parametrization_cache
+from mirrorc.user.restore import have_same_bits
 
 
 class OpaqueCall:
@@ -47,17 +45,17 @@ class OpaqueCall:
 
     recorded: Recorded
 
-    def __init__(self, call: TrainingCall, model_name: str) -> None:
+    def __init__(self, call: TrainingCall) -> None:
         self.parameters: Mapping[str, nn.Parameter] = dict(call.named_parameters())
         self.buffers: Mapping[str, torch.Tensor] = dict(call.named_buffers())
         self._originals = [*self.parameters.values()]
-        self._call, self._model_name, self._modes = call, model_name, ThreadModes.now()
+        self.call, self.model_name, self._modes = call, type(call.model).__name__, ThreadModes.now()
         self._plain = call.plain
         self._is_parametrized = any(map(is_parametrized, call.modules()))
         self._free: list[ModuleCopy] = []  # of finished runs
         self._runs: RunTokens[Run | RunGradients] = RunTokens()  # with gradients still to return
         self._used = UsedParameters()
-        self.state: CarriedState = call.carried or CarriedState(model_name)
+        self.state: CarriedState = call.carried or CarriedState(self.model_name)
 
     # What the operators run
 
@@ -69,7 +67,7 @@ class OpaqueCall:
         run = self._checked_run(inputs)
         token = self._runs.add(run)
         self._used.note_outputs(run.attached)
-        loss = run.loss.detach().reshape(()).clone() if not self._call.takes_tangents else self._no_loss(run)
+        loss = run.loss.detach().reshape(()).clone() if not self.call.takes_tangents else self._no_loss(run)
         return [loss, token, *self._written_and_outputs(run)]
 
     def _no_loss(self, run: Run) -> torch.Tensor:
@@ -90,7 +88,8 @@ class OpaqueCall:
         except UnreadableOutputError as error:
             raise ExecutionError(str(error)) from None
         self._check_loss(run)
-        self._check_reach(run)
+        if self.call.trains:
+            self.check_reach(run, ExecutionError)
         self._check_writes(run)
         self._check_alike(run)
         self._check_outputs(run)
@@ -154,7 +153,7 @@ class OpaqueCall:
         try:
             copy = self._free.pop()
         except IndexError:
-            copy = ModuleCopy(self._call)
+            copy = ModuleCopy(self.call)
         run = Run(
             copy,
             [
@@ -163,7 +162,7 @@ class OpaqueCall:
             ],
             [value.detach().clone() for value in buffers],
             [
-                value.detach().requires_grad_(self._call.trains and place in self._call.differentiated)
+                value.detach().requires_grad_(self.call.trains and place in self.call.differentiated)
                 for place, value in enumerate(leaves)
             ],
             stream,
@@ -176,19 +175,19 @@ class OpaqueCall:
         copy.load(tensors, transient, plain=self._plain)
         if not is_first:
             run.exchange = self._exchange_of(run)
-        modes, meets = self._modes.entered(trains=self._call.trains), exchanging(run.exchange)
+        modes, meets = self._modes.entered(trains=self.call.trains), exchanging(run.exchange)
         alone = copy.alone(carried) if is_first else contextlib.nullcontext()
         caching = self._refused_caches(CaptureError if is_first else ExecutionError)
         with caching, modes, self._drawing(run, "forward"), meets, alone, noted_marks() as marked:
             result = copy.run(*run.leaves)
         copy.hand_over(carried)
-        run.loss, outputs = result if self._call.keeps_outputs else (result, None)
-        if self._call.keeps_outputs:
+        run.loss, outputs = result if self.call.keeps_outputs else (result, None)
+        if self.call.keeps_outputs:
             parameter = dict(zip(map(id, (*run.parameters, *run.buffers)), originals, strict=True))
             run.outputs, values = read_run(outputs, run.loss, run.leaves, parameter, marked)
-            if self._call.takes_tangents:
+            if self.call.takes_tangents:
                 run.attached = {name: value for name, value in values.items() if value.requires_grad}
-                refuse_complex(run.attached, self._model_name)
+                refuse_complex(run.attached, self.model_name)
         self._take_assigned_buffers(run, is_first=is_first)
         replaced = copy.replaced()
         assigned = [attribute for attribute in copy.assigned() if attribute not in carried]
@@ -200,10 +199,10 @@ class OpaqueCall:
     def _refused_caches(self, kind: type[Exception]) -> Iterator[None]:
         cache = parametrization_cache()
         if self._is_parametrized and caches_parametrizations():
-            raise kind(cached_parametrizations(self._model_name))
+            raise kind(cached_parametrizations(self.model_name))
         yield
         if self._is_parametrized and cache is not parametrization_cache():
-            raise kind(cached_parametrizations(self._model_name))
+            raise kind(cached_parametrizations(self.model_name))
 
     def _take_assigned_buffers(self, run: Run, *, is_first: bool) -> None:
         places = {id(buffer): place for place, buffer in enumerate(run.buffers)}
@@ -211,13 +210,13 @@ class OpaqueCall:
             place = places[id(buffer)]
             if not is_like(value, buffer):
                 kind, name = CaptureError if is_first else ExecutionError, _short([*self.buffers][place])
-                raise other_buffer(kind, self._model_name, name, value, buffer)
+                raise other_buffer(kind, self.model_name, name, value, buffer)
             run.assign(place, value)
 
     def gradients_of(self, run: Run, tangent: torch.Tensor | None, late: Set[int] = frozenset()) -> RunGradients:
         tangent = tangent if tangent is not None else torch.ones(())
         backward = functools.partial(self._run_backward, run, tangent, keeps_graph=self._used.keeps_graph)
-        return RunGradients(run, backward, late, self._model_name, self.state, self._used)
+        return RunGradients(run, backward, late, self.model_name, self.state, self._used)
 
     def _run_backward(self, run: Run, tangent: torch.Tensor, *, keeps_graph: bool) -> None:
         trainable = [tensor for tensor in run.inputs if tensor.requires_grad]
@@ -226,7 +225,7 @@ class OpaqueCall:
                 tensor.grad.mul_(tangent.to(tensor.grad))
         meets = exchanging(run.exchange)
         with torch.enable_grad(), self.state.alone(), self._drawing(run, "backward"), meets:
-            if self._call.takes_tangents:
+            if self.call.takes_tangents:
                 names = [name for name in run.attached if run.tangents is None or name in run.tangents]
                 _backward_of(run, names, tangent, trainable, keeps_graph=keeps_graph)
             else:
@@ -238,8 +237,8 @@ class OpaqueCall:
 
     def _exchange_of(self, run: Run) -> ReplicaExchange:
         if not self.recorded.exchanges:
-            return refused_exchange(not_joined(self._model_name))
-        return RunExchange(cast("Others", current_exchange()), run.stream, self.state, self._model_name)
+            return refused_exchange(not_joined(self.model_name))
+        return RunExchange(current_exchange(), run.stream, self.state, self.model_name)
 
     def _end(self, run: Run, phase: str) -> None:
         if isinstance(run.exchange, RunExchange):
@@ -259,76 +258,71 @@ class OpaqueCall:
         before = generator_states(devices)
         yield
         if not all(map(torch.equal, before, generator_states(devices))):
-            raise ExecutionError(
-                self._changed(
-                    f"{phase} of {{}} drew random numbers of torch, and drew none when it was captured",
-                    "replicas would draw in any order; another thread that draws meanwhile looks the same",
-                    "have each call draw, torch.rand(())",
-                )
+            raise self._changed(
+                f"{phase} of {{}} drew random numbers of torch, and drew none when it was captured",
+                "replicas would draw in any order; another thread that draws meanwhile looks the same",
+                "have each call draw, torch.rand(())",
             )
 
-    def _changed(self, what: str, why: str, fix: str | Sequence[str], now: str = "") -> str:
-        return message(f"MC2601: {what.format(self._model_name)}", why, fix, now=now)
+    def _changed(self, what: str, why: str, fix: str | Sequence[str], now: str = "") -> ExecutionError:
+        return problem(ExecutionError, f"MC2601: {what.format(self.model_name)}", why, fix, now=now)
 
     def _check_loss(self, run: Run) -> None:
-        loss, dtype, trains = run.loss, self.recorded.loss_dtype, self._call.trains
-        if self._call.takes_tangents or (dtype is None and not loss.numel()):
+        loss, dtype, trains = run.loss, self.recorded.loss_dtype, self.call.trains
+        if self.call.takes_tangents or (dtype is None and not loss.numel()):
             return
         if loss.numel() != 1 or loss.dtype is not dtype or (trains and not loss.requires_grad):
             lacking = ", without a gradient," if trains and not loss.requires_grad else ""
-            wanted = (
-                f"one number of {dtype}{' with a gradient' if trains else ''}" if dtype is not None else "not there"
-            )
-            raise ExecutionError(
-                self._changed(
-                    f"the loss of {{}} is {loss.dtype} of shape {list(loss.shape)}{lacking} in this call",
-                    f"it was {wanted} when it was captured",
-                    "return a loss of one element, one dtype and with a gradient in each call, or in none",
-                )
+            gradient = " with a gradient" if trains else ""
+            wanted = f"one number of {dtype}{gradient}" if dtype is not None else "not there"
+            raise self._changed(
+                f"the loss of {{}} is {loss.dtype} of shape {list(loss.shape)}{lacking} in this call",
+                f"it was {wanted} when it was captured",
+                "return a loss of one element, one dtype and with a gradient in each call, or in none",
             )
 
-    def _check_reach(self, run: Run) -> None:
-        besides = note_reach(run) if self._call.trains else []
-        name = reached_otherwise(besides, self.parameters)
+    def check_reach(self, run: Run, kind: type[MirrorcError]) -> list[torch.Tensor]:
+        """Returns the leaves of the loss's graph that are not inputs of the run. Refuses parameters of the user."""
+        besides, names = note_reach(run), {id(original): name for name, original in self.parameters.items()}
+        name = next((names[id(leaf)] for leaf in besides if id(leaf) in names), None)
         if name is not None:
-            raise ExecutionError(reached_text(self._model_name, _short(name)))
-        if besides and self._call.takes_tangents:
-            what = f"a tensor of shape {list(besides[0].shape)}"
-            raise ExecutionError(outside_of_module(self._model_name, what))
+            raise problem(
+                kind,
+                f"MC2306: forward or loss of {self.model_name} uses the parameter {_short(name)!r} "
+                "through a global, a closure or an object",
+                "each replica has modules of its own, and that is not the replica's parameter",
+                ("use it through self", "make the loss a module that holds the model as a submodule"),
+            )
+        if besides and self.call.takes_tangents:
+            raise kind(outside_of_module(self.model_name, f"a tensor of shape {list(besides[0].shape)}"))
+        return besides
 
     def _check_outputs(self, run: Run) -> None:
         if run.outputs is None or self.recorded.outputs is None:
             return
         name = difference(run.outputs.record, self.recorded.outputs)
         if name:
-            raise ExecutionError(
-                self._changed(
-                    f"{{}} or its loss returns something else as {name!r} than when it was captured",
-                    "the structure, the shape or dtype of a tensor, or a value that is no tensor, has changed",
-                    (
-                        "return tensors of the same shapes each time, and a number that changes as a tensor",
-                        "leave return_outputs= out",
-                    ),
-                )
+            raise self._changed(
+                f"{{}} or its loss returns something else as {name!r} than when it was captured",
+                "the structure, the shape or dtype of a tensor, or a value that is no tensor, has changed",
+                (
+                    "return tensors of the same shapes each time, and a number that changes as a tensor",
+                    "leave return_outputs= out",
+                ),
             )
 
     def _check_writes(self, run: Run) -> None:
-        for kind, tensors, variables in (
-            ("parameter", run.parameters, self.parameters),
-            ("argument", run.leaves, ()),
-        ):
+        for kind, tensors, variables in (("parameter", run.parameters, self.parameters), ("argument", run.leaves, ())):
             for place in run.written(tensors):
                 name = f" {_short([*variables][place])!r}" if variables else ""
                 stays = place not in run.replaced(tensors)
-                raise ExecutionError(
-                    self._changed(
-                        f"forward of {{}} wrote its {kind}{name} in place, and did not when it was captured",
-                        "",
-                        "write value.clone(), and load a checkpoint of the model"
-                        if stays
-                        else "write it in your loop, between calls",
-                        "it stays written" if stays else "",
-                    )
+                raise self._changed(
+                    f"forward of {{}} wrote its {kind}{name} in place, and did not when it was captured",
+                    "",
+                    "write value.clone(), and load a checkpoint of the model"
+                    if stays
+                    else "write it in your loop, between calls",
+                    "it stays written" if stays else "",
                 )
         names, written = [*self.buffers], run.written(run.buffers)
         for place, buffer in enumerate(run.buffers):
@@ -337,30 +331,28 @@ class OpaqueCall:
                 written.append(place)
         for place in written:
             if place not in self.recorded.written:
-                raise ExecutionError(
-                    self._changed(
-                        f"forward of {{}} wrote the buffer {_short(names[place])!r}, and did not when it was captured",
-                        "each call must write the same buffers",
-                        f"self.{_short(names[place])}.copy_(self.{_short(names[place])}), in calls that leave it as it is",
-                    )
+                raise self._changed(
+                    f"forward of {{}} wrote the buffer {_short(names[place])!r}, and did not when it was captured",
+                    "each call must write the same buffers",
+                    f"self.{_short(names[place])}.copy_(self.{_short(names[place])}), in calls that leave it as it is",
                 )
             if run.buffers[place].requires_grad:
                 raise problem(
                     ExecutionError,
-                    f"MC2304: forward of {self._model_name} wrote a value that requires a gradient to the "
+                    f"MC2304: forward of {self.model_name} wrote a value that requires a gradient to the "
                     f"buffer {_short(names[place])!r}",
                     fix=f"self.{_short(names[place])}.copy_(value.detach())",
                 )
 
     def _check_alike(self, run: Run) -> None:
-        names, places = [*self.buffers], self.recorded.alike if self._call.trains else ()
+        names, places = [*self.buffers], self.recorded.alike if self.call.trains else ()
         for name, value in ((names[place], run.buffers[place]) for place in places):
             if not are_alike(value, self._used.first_value(self.buffers[name], value)):
                 raise problem(
                     ExecutionError,
                     f"MC2505: the spectral norm {_short(name)!r} was computed more often on one shard than on another",
                     "each time updates its vectors, which replicas have in common",
-                    f"call its module once in each forward of {self._model_name}, with all examples at once",
+                    f"call its module once in each forward of {self.model_name}, with all examples at once",
                 )
 
 
@@ -373,9 +365,7 @@ def _backward_of(
 ) -> None:
     """Backward from outputs. It begins with their tangents times the weight of the caller's loss."""
     roots = [run.attached[name] for name in names]
-    tangents = [
-        run.tangents[name] if run.tangents is not None else torch.ones_like(run.attached[name]) for name in names
-    ]
+    tangents = list(map(torch.ones_like, roots)) if run.tangents is None else [run.tangents[name] for name in names]
     if roots:
         weighted = [tangent * weight.to(tangent) for tangent in tangents]
         torch.autograd.backward(roots, weighted, retain_graph=keeps_graph, inputs=inputs)

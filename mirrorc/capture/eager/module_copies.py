@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-from mirrorc.capture.dynamo.sync_batch_norm import SYNCHRONIZED, has_substitute
+from mirrorc.capture.dynamo.traced_substitutes import SYNCHRONIZED, has_substitute
 from mirrorc.capture.model.function_module import with_copies
 from mirrorc.capture.model.transient_attributes import (
     Attribute,
@@ -24,6 +24,7 @@ from mirrorc.capture.model.transient_attributes import (
 from mirrorc.torch_internals import ScriptCopy, is_script_module, renew_recurrent_weights
 
 _TABLES = ("_parameters", "_buffers", "_modules")
+_BUFFERS = 1 + _TABLES.index("_buffers")  # the place of the table after the attributes
 _DEEPEST = 8
 """The search depth in nested containers, which may contain themselves."""
 
@@ -32,19 +33,15 @@ class ModuleCopy:
     """A copy of a module and its submodules, so that threads can run the module at the same time.
 
     The copies share objects with the originals, except tables of parameters, buffers and submodules. References to
-    copied modules are replaced in attributes, bound methods, functions' closures and globals, `functools.partial`,
-    lists, tuples and dicts.
+    copied modules are replaced in attributes, bound methods, functions' closures and globals, and plain containers.
     """
 
     def __init__(self, root: nn.Module) -> None:
         modules, scripts = _outside_of_scripts(root)
-        self._copies: dict[int, nn.Module] = {
-            id(module): object.__new__(unwatched_class(type(module))) for module in modules
-        }
+        self._copies: dict[int, nn.Module] = {id(m): object.__new__(unwatched_class(type(m))) for m in modules}
         self._scripts = [ScriptCopy(module) for module in scripts]
-        self._copies_of_all = self._copies | {
-            id(source): copy for script in self._scripts for source, copy in script.pairs
-        }
+        of_scripts = {id(source): copy for script in self._scripts for source, copy in script.pairs}
+        self._copies_of_all = self._copies | of_scripts
         self.originals = modules
         self._pairs = [(vars(module), vars(self._copies[id(module)])) for module in modules]
         self._loaded: list[tuple[dict[str, Any], ...]] = []
@@ -90,16 +87,12 @@ class ModuleCopy:
             for attributes in (self._pairs[place][1], self._loaded[place][0]):
                 attributes.pop(name, None)
 
-    @contextlib.contextmanager
-    def alone(self, carried: Set[Attribute] = frozenset()) -> Iterator[None]:
-        """Makes reads of the originals' attributes fail if runs assign them, because runs assign only the copies'
-        attributes.
-        """
+    def alone(self, carried: Set[Attribute] = frozenset()) -> contextlib.AbstractContextManager[Any]:
+        """Makes reads of originals' attributes fail if runs assign them: runs assign only the copies' attributes."""
         names: dict[nn.Module, set[str]] = {}
         for place, name in self._transient | carried:
             names.setdefault(self.originals[place], set()).add(name)
-        with unread_elsewhere(names):
-            yield
+        return unread_elsewhere(names)
 
     def run(self, *args: Any) -> Any:
         """Runs without TorchScript's profile-guided optimization."""
@@ -144,11 +137,9 @@ class ModuleCopy:
         Buffers of several modules are left out, because an assignment changes one module only.
         """
         assigned = []
-        held = Counter(
-            id(buffer) for loaded in self._loaded for buffer in loaded[1 + _TABLES.index("_buffers")].values()
-        )
+        held = Counter(id(buffer) for loaded in self._loaded for buffer in loaded[_BUFFERS].values())
         for (_, attributes), loaded in zip(self._pairs, self._loaded, strict=True):
-            now, before = attributes.get("_buffers", {}), loaded[1 + _TABLES.index("_buffers")]
+            now, before = attributes.get("_buffers", {}), loaded[_BUFFERS]
             for key, buffer in before.items():
                 value = now.get(key)
                 are_tensors = isinstance(value, torch.Tensor) and isinstance(buffer, torch.Tensor)
@@ -204,17 +195,10 @@ _ABSENT = object()
 
 
 def _outside_of_scripts(root: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    within = {
-        id(part)
-        for module in root.modules()
-        if is_script_module(module)
-        for part in module.modules()
-        if part is not module
-    }
-    modules = [module for module in root.modules() if id(module) not in within]
-    return [module for module in modules if not is_script_module(module)], [
-        module for module in modules if is_script_module(module)
-    ]
+    scripts = list(filter(is_script_module, root.modules()))
+    within = {id(part) for script in scripts for part in script.modules() if part is not script}
+    others = [module for module in root.modules() if not is_script_module(module) and id(module) not in within]
+    return others, [script for script in scripts if id(script) not in within]
 
 
 def _replaced(table: Mapping[str, Any], by: Callable[[int], Any]) -> dict[str, Any]:

@@ -19,25 +19,26 @@ import numpy as np
 import torch
 from torch import nn
 
-from mirrorc.capture.eager.item_sources import Refusing, Source, is_users_class, stand_in_for
-from mirrorc.capture.eager.user_generators import states_of
-from mirrorc.capture.eager.value_comparison import PLAIN, are_equal, requires_gradient
-from mirrorc.capture.model.function_module import global_names, used_globals
+from mirrorc.capture.eager.shared_sources import Refusing, Source, is_users_class, stand_in_for, states_of
+from mirrorc.capture.model.function_module import ABSENT, content_of_cell, global_names, used_globals
 from mirrorc.user.restore import (
+    PLAIN,
     SavedValue,
+    are_equal,
     can_keep_value,
     content_of,
     is_collection,
     put_back_after,
     refill,
+    requires_gradient,
     restored,
     run_all,
+    slots_of,
 )
-from mirrorc.user.slots import slots_of
 
-_ABSENT = object()
 _OF_MODULES = frozenset(vars(nn.Module()))
 _TABLES = ("_parameters", "_buffers", "_modules")
+_CALLABLES = (FunctionType, MethodType, functools.partial, staticmethod, classmethod)
 _BUILT_IN = sysconfig.get_path("stdlib")
 _MOST_ITEMS = 10_000
 """Longer collections are not restored; only a change of their length is detected."""
@@ -77,7 +78,7 @@ class _Place:
         """The new value; for a dict, only its changed entries."""
         if not (isinstance(now, dict) and isinstance(self.before, dict)):
             return now
-        each = {key: (now.get(key, _ABSENT), self.before.get(key, _ABSENT)) for key in (*now, *self.before)}
+        each = {key: (now.get(key, ABSENT), self.before.get(key, ABSENT)) for key in (*now, *self.before)}
         return {key: value for key, (value, before) in each.items() if not _is_same_item(value, before)}
 
     def name_of(self, change: Any) -> str:
@@ -135,8 +136,8 @@ class Changes:
     def differing(self, other: Changes) -> str | None:
         """The name of a location that two runs have changed differently; or None."""
         for place in (*self.left, *other.left):
-            mine, others = self.left.get(place, _ABSENT), other.left.get(place, _ABSENT)
-            if mine is _ABSENT or others is _ABSENT or not are_equal(mine, others):
+            mine, others = self.left.get(place, ABSENT), other.left.get(place, ABSENT)
+            if mine is ABSENT or others is ABSENT or not are_equal(mine, others):
                 return self.names.get(place) or other.names[place]
         return None
 
@@ -144,8 +145,7 @@ class Changes:
 class PythonState:
     """Python state within reach of forward and loss: their modules, functions, closures, and the globals in their code.
 
-    The search leaves out functions and classes of installed packages, and objects of torch, numpy and the standard
-    library.
+    The search leaves out functions and classes of installed packages, and objects of torch, numpy and Python.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -215,6 +215,9 @@ class _Search:
         if not isinstance(value, PLAIN):
             self._waiting.append((value, name))
 
+    def _add(self, *place: Any) -> None:
+        self.places.append(_Place(*place))
+
     def _visit(self, value: Any, name: str) -> None:
         if id(value) in self._seen:
             return
@@ -224,19 +227,16 @@ class _Search:
             self._add_tensor(value, name)
         elif issubclass(kind, np.ndarray):
             if value.nbytes <= _LARGEST_COPY:
-                self.places.append(_Place(name, value.copy, functools.partial(_fill_array, value), "memory"))
+                self._add(name, value.copy, functools.partial(_fill_array, value), "memory")
             if value.dtype.hasobject:
                 self._waiting += [(item, f"an item of {name}") for item in value.flat]
         elif issubclass(kind, bytearray | array):
-            self.places.append(
-                _Place(name, lambda: value[:], functools.partial(value.__setitem__, slice(None)), "memory")
-            )
+            self._add(name, lambda: value[:], functools.partial(value.__setitem__, slice(None)), "memory")
         elif (states := states_of(value)) is not None:
-            self.places.append(
-                _Place(f"{name}, a {kind.__module__.replace('._C', '')}.{kind.__name__}", *states, "draws")
-            )
+            self._add(f"{name}, a {kind.__module__.replace('._C', '')}.{kind.__name__}", *states, "draws")
         elif issubclass(kind, type):
-            if is_users_class(value) and _is_users_file(_file_of(value)):
+            file = getattr(sys.modules.get(value.__module__), "__file__", None) or ""
+            if is_users_class(value) and _is_users_file(file):
                 self._visit_class(value)
         elif is_collection(value):
             self._visit_collection(value, name)
@@ -261,10 +261,10 @@ class _Search:
 
     def _visit_collection(self, value: Any, name: str, *, is_of_object: bool = False, is_place: bool = True) -> None:
         if len(value) > _MOST_ITEMS:
-            self.places.append(_Place(name, functools.partial(len, value), lambda _: None, "memory"))
+            self._add(name, functools.partial(len, value), lambda _: None, "memory")
             return
         if is_place:
-            self.places.append(_Place(name, functools.partial(content_of, value), functools.partial(refill, value)))
+            self._add(name, functools.partial(content_of, value), functools.partial(refill, value))
         if isinstance(value, dict):
             for key, item in content_of(value).items():
                 if is_of_object and key in _TABLES:  # of a module, whose copies notice what is replaced
@@ -284,19 +284,20 @@ class _Search:
     def _visit_object(self, value: Any, name: str) -> None:
         with contextlib.suppress(AttributeError):  # objects with slots alone have none
             attributes = object.__getattribute__(value, "__dict__")
-            self._visit_collection(attributes, f"{name}.", is_of_object=True, is_place=not _is_mirrorcs(type(value)))
+            is_place = type(value).__module__.partition(".")[0] != "mirrorc"
+            self._visit_collection(attributes, f"{name}.", is_of_object=True, is_place=is_place)
         for slot in slots_of(type(value)):
 
             def read(slot: Any = slot) -> Any:
                 try:
                     return slot.__get__(value)
                 except AttributeError:
-                    return _ABSENT
+                    return ABSENT
 
             def write(content: Any, slot: Any = slot) -> None:
                 with contextlib.suppress(AttributeError):  # it is empty
                     slot.__delete__(value)
-                if content is not _ABSENT:
+                if content is not ABSENT:
                     slot.__set__(value, content)
 
             self._add_variable(f"{name}.{slot.__name__}", read, write)
@@ -312,10 +313,10 @@ class _Search:
             for key in now.keys() - content.keys():
                 type.__delattr__(kind, key)
             for key, value in content.items():
-                if now.get(key, _ABSENT) is not value:
+                if now.get(key, ABSENT) is not value:
                     type.__setattr__(kind, key, value)
 
-        self.places.append(_Place(f"{kind.__name__}.", read, write))
+        self._add(f"{kind.__name__}.", read, write)
         for key, value in vars(kind).items():
             is_method = isinstance(value, FunctionType | staticmethod | classmethod | property)
             if is_method or not key.startswith("__"):
@@ -325,18 +326,15 @@ class _Search:
 
     def _visit_function(self, function: FunctionType) -> None:
         if not _is_users_file(function.__code__.co_filename):  # a decorator's, perhaps, around one of the user's
-            cells = [_content_of_cell(cell) for cell in function.__closure__ or ()]
-            self._waiting += [(content, function.__name__) for content in cells if _is_callable(content)]
+            cells = [content_of_cell(cell) for cell in function.__closure__ or ()]
+            self._waiting += [(content, function.__name__) for content in cells if isinstance(content, _CALLABLES)]
             return
         code, outside = function.__code__, function.__globals__
         for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             if id(cell) not in self._seen:
                 self._seen[id(cell)] = cell
-                self._add_variable(
-                    variable,
-                    functools.partial(_content_of_cell, cell),
-                    functools.partial(_fill_cell, cell),
-                )
+                read, write = functools.partial(content_of_cell, cell), functools.partial(_fill_cell, cell)
+                self._add_variable(variable, read, write)
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         self._waiting += [(value, f"a default of {function.__name__}") for value in defaults]
         self._visit_collection(vars(function), f"{function.__name__}.", is_of_object=True)
@@ -344,41 +342,41 @@ class _Search:
             self._visit_global(outside, name, name, set(global_names(code)))
 
     def _visit_global(self, table: dict[str, Any], key: str, name: str, names: Set[str]) -> None:
-        value = table.get(key, _ABSENT)
+        value = table.get(key, ABSENT)
         if isinstance(value, ModuleType):
             if _is_users_file(getattr(value, "__file__", None) or _BUILT_IN):
                 for attribute in (names & vars(value).keys()) - {key}:
                     self._visit_global(vars(value), attribute, f"{value.__name__}.{attribute}", names - {key})
             return
-        if (id(table), key) in self._globals or (value is _ABSENT and hasattr(builtins, key)):
+        if (id(table), key) in self._globals or (value is ABSENT and hasattr(builtins, key)):
             return
         self._globals.add((id(table), key))
 
         def write(value: Any) -> None:
-            if value is _ABSENT:
+            if value is ABSENT:
                 table.pop(key, None)
             else:
                 table[key] = value
 
-        self._add_variable(name, lambda: table.get(key, _ABSENT), write)
+        self._add_variable(name, lambda: table.get(key, ABSENT), write)
 
     def _add_variable(self, name: str, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
-        self.places.append(_Place(name, read, write))
-        if (value := read()) is not _ABSENT:
+        self._add(name, read, write)
+        if (value := read()) is not ABSENT:
             self._found(value, name, read, write)
 
     def _add_tensor(self, tensor: torch.Tensor, name: str) -> None:
         if tensor.is_inference():  # inference tensors have no versions
             return
         if not can_keep_value(tensor) or tensor.nbytes > _LARGEST_COPY:
-            self.places.append(_Place(name, lambda: tensor._version, lambda _: None, "memory"))
+            self._add(name, lambda: tensor._version, lambda _: None, "memory")
             return
         saved = SavedValue(tensor)
-        self.places.append(_Place(name, lambda: saved.has_changed, lambda _: saved.put_back(), "memory"))
+        self._add(name, lambda: saved.has_changed, lambda _: saved.put_back(), "memory")
 
 
 def _entry_of(items: Any, i: int) -> tuple[Callable[[], Any], Callable[[Any], object]]:
-    return lambda: items[i] if i < len(items) else _ABSENT, functools.partial(type(items).__setitem__, items, i)
+    return lambda: items[i] if i < len(items) else ABSENT, functools.partial(type(items).__setitem__, items, i)
 
 
 def _fill_array(values: Any, content: Any) -> None:
@@ -387,30 +385,11 @@ def _fill_array(values: Any, content: Any) -> None:
     values[...] = content
 
 
-def _content_of_cell(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty
-        return _ABSENT
-
-
 def _fill_cell(cell: CellType, content: Any) -> None:
-    if content is _ABSENT:
+    if content is ABSENT:
         del cell.cell_contents
     else:
         cell.cell_contents = content
-
-
-def _is_callable(value: Any) -> bool:
-    return isinstance(value, FunctionType | MethodType | functools.partial | staticmethod | classmethod)
-
-
-def _is_mirrorcs(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "mirrorc"
-
-
-def _file_of(kind: type) -> str:
-    return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
 
 
 _INSTALLED = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}, torch.__path__[0])

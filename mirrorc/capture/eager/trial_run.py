@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from mirrorc.capture.call.evaluation_call import EvaluationCall
 from mirrorc.capture.call.traced_outputs import TracedOutputs, UnreadableOutputError
-from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.call.training_call import EvaluationCall, TrainingCall
 from mirrorc.capture.diagnostics.capture_errors import (
     HooksMissingError,
     NoGradientError,
@@ -23,21 +22,18 @@ from mirrorc.capture.diagnostics.capture_errors import (
     shapes_of,
     sparse_gradient,
 )
-from mirrorc.capture.diagnostics.identical_buffers import are_alike, vectors_of_spectral_norms
-from mirrorc.capture.diagnostics.lone_examples import is_undefined
+from mirrorc.capture.diagnostics.loss_means import WeightedMean, weighted_mean_of_operator
 from mirrorc.capture.diagnostics.python_effects import Note, assigned_attribute, unkept_attributes
-from mirrorc.capture.diagnostics.untrained_tensors import outside_of_module, untrained_text
-from mirrorc.capture.diagnostics.weighted_means import WeightedMean, weighted_mean_of_operator
-from mirrorc.capture.diagnostics.written_rows import writes_rows
-from mirrorc.capture.dynamo.sync_batch_norm import buffers_of_synchronized_norms
+from mirrorc.capture.diagnostics.split_effects import is_undefined
+from mirrorc.capture.diagnostics.untrained_tensors import untrained_text
+from mirrorc.capture.diagnostics.written_buffers import are_alike, vectors_of_spectral_norms, writes_rows
+from mirrorc.capture.dynamo.traced_substitutes import buffers_of_synchronized_norms
 from mirrorc.capture.eager.eager_call import OpaqueCall
-from mirrorc.capture.eager.eager_run import Recorded, Run, note_reach, reached_otherwise, reached_text
+from mirrorc.capture.eager.eager_run import Recorded, Run, advances_state
 from mirrorc.capture.eager.python_state import Changes
 from mirrorc.capture.eager.rng_streams import ReplicaStream
-from mirrorc.capture.eager.run_exchange import advances_state
 from mirrorc.capture.eager.run_outputs import difference
-from mirrorc.capture.eager.user_generators import refused_draws
-from mirrorc.capture.eager.value_comparison import have_same_bits
+from mirrorc.capture.eager.shared_sources import refused_draws
 from mirrorc.capture.model.hf_output_hooks import HOOKS_ARE_INSTALLED
 from mirrorc.capture.model.transient_attributes import (
     CARRIED,
@@ -50,6 +46,7 @@ from mirrorc.messages.problem import problem
 from mirrorc.messages.source_lines import line_of
 from mirrorc.messages.wording import counted
 from mirrorc.torch_internals import is_users_file, replaced_operators, schema_of, storage_key, writes_argument
+from mirrorc.user.restore import have_same_bits
 
 _OF_REENTRANT = (
     "give torch.utils.checkpoint use_reentrant=False, which computes the same; a Hugging Face model takes "
@@ -79,25 +76,18 @@ class FirstRuns:
 
 
 def first_runs(
-    opaque: OpaqueCall,
-    call: TrainingCall,
-    parts: Sequence[Sequence[torch.Tensor]],
-    leaves: Sequence[torch.Tensor],
-    model_name: str,
+    opaque: OpaqueCall, parts: Sequence[Sequence[torch.Tensor]], leaves: Sequence[torch.Tensor]
 ) -> FirstRuns:
     """Runs a training call on copies of all tensors, once for each part of the batch.
 
     A write or random draw in one run counts for all. Any trainable parameter may get a gradient in a later run.
     """
-    transient: set[Attribute] = set()
+    call, model_name, transient = opaque.call, opaque.model_name, set[Attribute]()
     with _explained(model_name, leaves), refused_draws(model_name), opaque.state.first_runs(call) as changes:
         known: object = None
         while known != (now := (set(transient), CARRIED.num)):
             known, changes[:] = now, ()
-            each = [
-                _first_run(opaque, call, leaves, model_name, transient, seed, changes)
-                for seed, leaves in enumerate(parts)
-            ]
+            each = [_first_run(opaque, leaves, transient, seed, changes) for seed, leaves in enumerate(parts)]
     recorded = [run.recorded for run in each]
     dtypes = {record.loss_dtype for record in recorded}
     if len(dtypes) > 1:
@@ -111,21 +101,21 @@ def first_runs(
     outputs = _common_outputs(recorded, parts, leaves, model_name) if call.keeps_outputs else None
     common = Recorded(
         recorded[0].loss_dtype,
-        _order(opaque, call, recorded),
+        _order(opaque, recorded),
         tuple(written),
         any(record.draws for record in recorded),
         outputs,
         late=frozenset().union(*(record.late for record in recorded)),
         transient=frozenset(transient),
         exchanges=any(record.exchanges for record in recorded),
-        alike=_alike(opaque, call, each) & frozenset(written),
+        alike=_alike(opaque, each) & frozenset(written),
         differentiable=_differentiable(outputs, model_name) if outputs is not None and call.takes_tangents else (),
     )
     if common.exchanges and opaque.state.is_advanced:
         raise problem(CaptureError, *advances_state(model_name))
-    notes = tuple(
-        dict.fromkeys([*(note for run in each for note in run.notes), *_notes_on_transient(transient, model_name)])
-    )
+    unkept = [*dict.fromkeys(name for _, name in sorted(transient))]
+    on_transient = [Note(unkept_attributes(model_name, unkept))] if unkept else []
+    notes = tuple(dict.fromkeys([*(note for run in each for note in run.notes), *on_transient]))
     buffers = [(i, name, buffer) for i, (name, buffer) in enumerate(opaque.buffers.items()) if i in written]
     sizes = [{len(leaf) for leaf in part if leaf.dim()} for part in parts]
     rows = tuple(name for i, name, old in buffers if writes_rows(old, [run.buffers[i] for run in each], sizes))
@@ -134,11 +124,11 @@ def first_runs(
     return FirstRuns(common, [written for run in each for written in run.written_inputs], notes, undefined, rows, means)
 
 
-def _alike(opaque: OpaqueCall, call: TrainingCall, each: Sequence[FirstRuns]) -> frozenset[int]:
+def _alike(opaque: OpaqueCall, each: Sequence[FirstRuns]) -> frozenset[int]:
     """First runs lack values of other replicas, so their statistics of synchronized norms differ."""
     first, *others = (run.vectors for run in each)
     alike = {i for i in first if all(are_alike(first[i], vectors[i]) for vectors in others)}
-    ids = buffers_of_synchronized_norms([call])
+    ids = buffers_of_synchronized_norms([opaque.call])
     return frozenset(alike | {i for i, buffer in enumerate(opaque.buffers.values()) if id(buffer) in ids})
 
 
@@ -150,11 +140,11 @@ def _differentiable(outputs: TracedOutputs, model_name: str) -> tuple[str, ...]:
     return names
 
 
-def _order(opaque: OpaqueCall, call: TrainingCall, recorded: Sequence[Recorded]) -> tuple[int, ...]:
+def _order(opaque: OpaqueCall, recorded: Sequence[Recorded]) -> tuple[int, ...]:
     # Each worker compiles a module by itself, so the order must not depend on its data.
-    arrived = [place for run in recorded for place in run.gradients] if not call.takes_tangents else []
+    arrived = [place for run in recorded for place in run.gradients] if not opaque.call.takes_tangents else []
     trained = [place for place, parameter in enumerate(opaque.parameters.values()) if parameter.requires_grad]
-    arguments = [len(opaque.parameters) + leaf for leaf in sorted(call.differentiated)]
+    arguments = [len(opaque.parameters) + leaf for leaf in sorted(opaque.call.differentiated)]
     return tuple(dict.fromkeys([*arrived, *reversed(trained), *arguments]))
 
 
@@ -190,16 +180,10 @@ def _common_outputs(
 
 
 def _first_run(
-    opaque: OpaqueCall,
-    call: TrainingCall,
-    leaves: Sequence[torch.Tensor],
-    model_name: str,
-    transient: set[Attribute],
-    seed: int,
-    changes: list[Changes],
+    opaque: OpaqueCall, leaves: Sequence[torch.Tensor], transient: set[Attribute], seed: int, changes: list[Changes]
 ) -> FirstRuns:
     """Repeats the run without the attributes that it assigns, to detect reads before the assignment."""
-    parameters = [parameter.detach().clone() for parameter in opaque.parameters.values()]
+    call, parameters = opaque.call, [parameter.detach().clone() for parameter in opaque.parameters.values()]
     buffers = [buffer.detach() for buffer in opaque.buffers.values()]
     untouched = ReplicaStream(seed, parameters[0].device)
     while True:
@@ -207,7 +191,8 @@ def _first_run(
         copies = [leaf.detach().clone() for leaf in leaves]
         opaque.state.restart()
         try:
-            with (observed := _ObservedOperators()).watching():
+            observed = _ObservedOperators()
+            with replaced_operators(observed.note):
                 run = opaque.run_forward(stream, copies, parameters, buffers, frozenset(transient), is_first=True)
             break
         except AssignedAttributeError as error:
@@ -220,38 +205,30 @@ def _first_run(
             transient.remove(error.attribute)
             CARRIED.add(error.module, error.name)
     changes.append(opaque.state.changes())
-    loss = _checked_loss(run.loss, call, model_name)
+    loss = _checked_loss(run.loss, call, opaque.model_name)
     ids = vectors_of_spectral_norms([call])
     vectors = {i: run.buffers[i].detach() for i, buffer in enumerate(opaque.buffers.values()) if id(buffer) in ids}
-    notes = _untrained(run, opaque, call, model_name) if call.trains else ()
-    _refuse_grown(run, opaque, model_name)
+    notes = _untrained(run, opaque) if call.trains else ()
+    _refuse_grown(run, opaque)
     written_inputs, written = _written(run, opaque, (leaves, buffers), observed)
     arrived: list[int] = []
     if call.trains:
         gradients = opaque.gradients_of(run, None)
         gradients.run()
         arrived = gradients.arrived
-        _refuse_changes_of_backward(changes[-1], opaque.state.changes(), model_name)
+        _refuse_changes_of_backward(changes[-1], opaque.state.changes(), opaque.model_name)
     else:
         opaque.release(run)
     for name, parameter in zip(opaque.parameters, run.parameters, strict=True):
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             raise CaptureError(
-                sparse_gradient(name.removeprefix("model."), model_name, "gradients that run as plain PyTorch")
+                sparse_gradient(name.removeprefix("model."), opaque.model_name, "gradients that run as plain PyTorch")
             )
     late = frozenset(place for place in arrived if place in run.unreached or arrived.count(place) > 1)
     outputs = run.outputs.record if run.outputs is not None else None
     exchanges = run.exchange.number > 0
     draws = stream.has_advanced(untouched)
-    recorded = Recorded(
-        loss,
-        tuple(arrived),
-        tuple(written),
-        draws,
-        outputs,
-        late,
-        exchanges=exchanges,
-    )
+    recorded = Recorded(loss, tuple(arrived), tuple(written), draws, outputs, late, exchanges=exchanges)
     return FirstRuns(recorded, written_inputs, notes, observed.undefined, (), [observed.means], run.buffers, vectors)
 
 
@@ -277,12 +254,12 @@ def _checked_loss(loss: torch.Tensor, call: TrainingCall, model_name: str) -> to
     return None
 
 
-def _refuse_grown(run: Run, opaque: OpaqueCall, model_name: str) -> None:
+def _refuse_grown(run: Run, opaque: OpaqueCall) -> None:
     for (name, buffer), value in zip(opaque.buffers.items(), run.buffers, strict=True):
         if value.shape != buffer.shape:
             raise problem(
                 CaptureError,
-                f"MC2304: forward of {model_name} changes the size of the buffer {name.removeprefix('model.')!r}",
+                f"MC2304: forward of {opaque.model_name} changes the size of the buffer {name.removeprefix('model.')!r}",
                 f"each buffer keeps its memory, here of {list(buffer.shape)}, not {list(value.shape)}",
                 (
                     "model(x) on a batch, once before mirrorc.compile()",
@@ -337,29 +314,14 @@ def _explained(model_name: str, leaves: Sequence[torch.Tensor]) -> Iterator[None
         raise raised_by_user(model_name, reason, at, subject, shapes_of(leaves), fix) from error
 
 
-def _untrained(run: Run, opaque: OpaqueCall, call: TrainingCall, model_name: str) -> tuple[Note, ...]:
-    besides = note_reach(run)
-    name = reached_otherwise(besides, opaque.parameters)
-    if name is not None:
-        raise CaptureError(reached_text(model_name, name.removeprefix("model.")))
-    if besides and call.takes_tangents:
-        raise CaptureError(outside_of_module(model_name, f"a tensor of shape {list(besides[0].shape)}"))
-    unknown = [p for p in besides if isinstance(p, torch.nn.Parameter) and id(p) not in call.trained_elsewhere]
+def _untrained(run: Run, opaque: OpaqueCall) -> tuple[Note, ...]:
+    besides, elsewhere = opaque.check_reach(run, CaptureError), opaque.call.trained_elsewhere
+    unknown = [p for p in besides if isinstance(p, torch.nn.Parameter) and id(p) not in elsewhere]
     if not unknown:
         return ()
     shapes = ", ".join(str(list(parameter.shape)) for parameter in unknown[:3])
-    return (
-        Note(
-            untrained_text(model_name, f"{counted(len(unknown), 'parameter')} of modules that neither holds, {shapes}")
-        ),
-    )
-
-
-def _notes_on_transient(transient: Set[Attribute], model_name: str) -> list[Note]:
-    if not transient:
-        return []
-    names = [*dict.fromkeys(name for _, name in sorted(transient))]
-    return [Note(unkept_attributes(model_name, names))]
+    reached = f"{counted(len(unknown), 'parameter')} of modules that neither holds, {shapes}"
+    return (Note(untrained_text(opaque.model_name, reached)),)
 
 
 class _ObservedOperators:
@@ -379,12 +341,7 @@ class _ObservedOperators:
         """Includes writes through ``.data``, and of equal values."""
         return storage_key(tensor) in self._written
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        with replaced_operators(self._note):
-            yield
-
-    def _note(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def note(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not self.undefined and is_undefined(operator, args, kwargs):
             self.undefined = _running_line() or str(operator)
         if (mean := weighted_mean_of_operator(operator, args, _running_line)) is not None:

@@ -13,6 +13,8 @@ from torch import nn
 
 from mirrorc.messages.problem import problem
 
+ABSENT = object()
+
 
 class FunctionModule(nn.Module):
     """Calls a user's function. Submodules are named after the function's variables."""
@@ -36,11 +38,8 @@ def module_of_function(function: Callable[..., Any], modules: nn.Module | Sequen
         TypeError: ``modules`` are not modules, or there are none.
     """
     of_function = [modules] if isinstance(modules, nn.Module) else modules
-    if (
-        not isinstance(of_function, Sequence)
-        or not of_function
-        or not all(isinstance(m, nn.Module) for m in of_function)
-    ):
+    are_modules = isinstance(of_function, Sequence) and all(isinstance(m, nn.Module) for m in of_function)
+    if not are_modules or not of_function:
         raise problem(
             TypeError,
             f"MC1201: modules is {modules!r:.80}",
@@ -81,7 +80,7 @@ def _modules_in_use(value: Any, depth: int = 0) -> Iterator[nn.Module]:
     elif isinstance(value, FunctionType):
         held = [*inspect.getclosurevars(value).nonlocals.values(), *(value.__defaults__ or ())]
         held += [
-            each for name in global_names(value.__code__) if isinstance(each := value.__globals__.get(name), nn.Module)
+            each for each in map(value.__globals__.get, global_names(value.__code__)) if isinstance(each, nn.Module)
         ]
     elif callable(value) or depth:
         held = [*getattr(value, "__dict__", {}).values()] if not isinstance(value, type) else []
@@ -95,8 +94,7 @@ _DEEPEST = 3
 def with_copies(function: FunctionType, copy_of: Callable[[Any], Any]) -> FunctionType:
     """A function that uses copies of the modules in its closure and globals; the same function if there are none.
 
-    Other globals are read at each call. Functions that it calls keep the original modules. A function that assigns
-    globals is not copied.
+    Other globals are read at each call. Functions that it calls keep their modules. One that assigns globals stays.
     """
     if assigned_globals(function.__code__):
         return function
@@ -123,11 +121,16 @@ class _Globals(dict[str, Any]):
         return self._originals[name]
 
 
-def _copied_cell(cell: CellType, copy_of: Callable[[Any], Any]) -> CellType:
+def content_of_cell(cell: CellType) -> Any:
+    """`ABSENT` for an empty cell."""
     try:
-        value = cell.cell_contents
-    except ValueError:  # the cell is empty
-        return cell
+        return cell.cell_contents
+    except ValueError:
+        return ABSENT
+
+
+def _copied_cell(cell: CellType, copy_of: Callable[[Any], Any]) -> CellType:
+    value = content_of_cell(cell)
     copy = copy_of(value) if isinstance(value, nn.Module) else value
     return cell if copy is value else CellType(copy)
 
@@ -140,11 +143,8 @@ def _named_modules(function: Callable[..., Any]) -> Iterator[tuple[int, str]]:
         if isinstance(value := function.__globals__.get(name), nn.Module):
             yield id(value), name
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            if isinstance(cell.cell_contents, nn.Module):
-                yield id(cell.cell_contents), name
-        except ValueError:  # the cell is empty
-            continue
+        if isinstance(value := content_of_cell(cell), nn.Module):
+            yield id(value), name
 
 
 @functools.cache

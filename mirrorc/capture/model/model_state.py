@@ -1,18 +1,32 @@
-"""A model's variables by name, and the Python state behind its graph."""
+"""A model's variables by name, also those of modules outside of model and loss, and the Python state behind its graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+import itertools
+import re
+import weakref
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import fx, nn
 
-from mirrorc.capture.model.external_variables import OutsideNames
+from mirrorc.capture.diagnostics.capture_errors import written_parameter
 from mirrorc.capture.model.transient_attributes import CARRIED
+from mirrorc.errors import CaptureError
+from mirrorc.ir.variables import OUTSIDE
 from mirrorc.messages.problem import problem
-from mirrorc.torch_internals import global_hook_tables, has_gradient_hooks, hook_tables
+from mirrorc.torch_internals import (
+    JointGraph,
+    ReadVariable,
+    global_hook_tables,
+    guards_of,
+    has_gradient_hooks,
+    hook_tables,
+    outside_variables,
+    read_from_module,
+)
 from mirrorc.user.aliased_tensors import refuse_shared_memory
 
 _ABSENT = object()
@@ -51,9 +65,8 @@ class ModelState:
             for key, member in members.items()
         ]
         self._first_members = {(id(members), key) for _, members, key, _ in self._members}
-        self._freed: set[tuple[int, str]] = (
-            set()
-        )  # numbers left to the guards: the id of the attribute dict, and the key
+        # numbers left to the guards: the id of the attribute dict, and the key
+        self._freed: set[tuple[int, str]] = set()
         self._last_numbers: dict[tuple[int, str], int | float] = {}
         self._added: list[tuple[dict[str, Any], str]] = []
         self._added_now: tuple[_Same, ...] = ()
@@ -62,7 +75,8 @@ class ModelState:
         self.named_modules = [named for root in self._roots.values() for named in root.named_modules()]
         self._modules = [module for _, module in self.named_modules]
         self._refuse_hidden()
-        self._dicts = [attributes for module in self._modules for attributes in _dicts_of(module)]
+        self._dicts = [vars(module) for module in self._modules]
+        self._dicts += [members for module in self._modules for _, members in _members_of(module)]
         self._sizes = list(map(len, self._dicts))
         self._plain = [place for module in self._modules for place in _plain_attributes(module)]
         self._hooks = [hooks for module in self._modules for hooks in hook_tables(module)] + global_hook_tables()
@@ -82,9 +96,8 @@ class ModelState:
 
     def _rescan_modules(self) -> None:
         self._scan_modules()
-        members_now = [
-            (members, key) for module in self._modules for _, members in _members_of(module) for key in members
-        ]
+        tables = [members for module in self._modules for _, members in _members_of(module)]
+        members_now = [(members, key) for members in tables for key in members]
         self._added = [(members, key) for members, key in members_now if (id(members), key) not in self._first_members]
         self._added_now = self._find_added()
 
@@ -140,11 +153,8 @@ class ModelState:
         for root, path, attributes, key in self._users_attributes():
             place, value = (id(attributes), key), attributes.get(key)
             before = self._last_numbers.get(place)
-            if (
-                before is None
-                or type(value) not in (int, float)  # guards watch nan and infinity as constants
-                or (type(value) is type(before) and repr(value) == repr(before))
-            ):
+            is_number = type(value) in (int, float)  # guards watch nan and infinity as constants
+            if before is None or not is_number or (type(value) is type(before) and repr(value) == repr(before)):
                 continue
             self._freed.add(place)
             places.append(((root, *(path.split(".") if path else ())), key))
@@ -256,10 +266,6 @@ def _plain_attributes(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
     return [(vars(module), key) for key, value in vars(module).items() if _is_plain(value) and key not in carried]
 
 
-def _dicts_of(module: nn.Module) -> list[dict[str, Any]]:
-    return [vars(module), *(members for _, members in _members_of(module))]
-
-
 def _member(members: Mapping[str, Any], key: str) -> Any:
     """TorchScript keeps members in objects without ``get``."""
     if key not in members:
@@ -269,3 +275,78 @@ def _member(members: Mapping[str, Any], key: str) -> Any:
 
 def _members_of(module: nn.Module) -> list[tuple[str, dict[str, Any]]]:
     return [("parameter", module._parameters), ("buffer", module._buffers), ("submodule", module._modules)]
+
+
+_PLACE = "mirrorc_outside"  # the attribute of a traced module that holds outside tensors
+
+
+def take_outside_variables(
+    traced: fx.GraphModule, module: nn.Module, leaves: Sequence[torch.Tensor]
+) -> dict[str, ReadVariable]:
+    """Turns tensors of outside modules into buffers of a traced graph. Returns the variables by buffer name."""
+    home = leaves[0].device if leaves else None
+    variables = [
+        variable
+        for variable in outside_variables(traced, module, leaves, guards_of(traced).names)
+        if _is_plain_tensor(variable.tensor) and home in (None, variable.tensor.device)
+    ]
+    paths = read_from_module(traced, _PLACE, [variable.tensor for variable in variables])
+    return dict(zip(paths, variables, strict=True))
+
+
+def _is_plain_tensor(tensor: torch.Tensor) -> bool:
+    is_ordinary = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    is_odd = tensor.is_meta or tensor.is_quantized or tensor.is_inference()
+    return is_ordinary and tensor.grad_fn is None and not is_odd
+
+
+def check_outside_writes(joint: JointGraph, names: Mapping[str, str], model_name: str) -> None:
+    for path in joint.buffer_writes:
+        variable = joint.outside.get(path)
+        if variable is None:
+            continue
+        if isinstance(variable.tensor, nn.Parameter):
+            raise written_parameter(model_name, names[path])
+        if not variable.tensor.is_contiguous():
+            raise problem(
+                CaptureError,
+                f"MC2304: forward or loss of {model_name} writes the buffer {names[path]!r}, which is not contiguous",
+                fix="self.register_buffer(name, value.contiguous()), in place of it",
+            )
+
+
+def numbered(name: str, taken: Container[str]) -> str:
+    names = (name if number == 1 else f"{name}_{number}" for number in itertools.count(1))
+    return next(name for name in names if name not in taken)
+
+
+class OutsideNames:
+    """Names variables of outside modules in the user's words. A variable has one name in all programs of a step."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}  # by the id of the tensor
+        self._counters: dict[int, weakref.ref[torch.Tensor]] = {}  # by the id of the statistic, which has a name
+
+    def names_of(self, outside: Mapping[str, ReadVariable], taken: Set[str]) -> dict[str, str]:
+        self._known = {key: known for key, known in self._known.items() if known[0]() is not None}
+        self._counters = {key: counter for key, counter in self._counters.items() if key in self._known}
+        names = {path: self._name_of(variable.tensor, variable.words, taken) for path, variable in outside.items()}
+        for variable in outside.values():
+            self._counters.pop(id(variable.tensor), None)
+            if variable.counter is not None:
+                self._name_of(variable.counter, variable.counter_words, taken)
+                self._counters[id(variable.tensor)] = weakref.ref(variable.counter)
+        return names
+
+    def counters_of(self, outside: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, torch.Tensor]]:
+        """For each running statistic in ``outside``, the name and tensor of its layer's counter of forwards."""
+        counters = {name: self._counters.get(id(tensor), lambda: None)() for name, tensor in outside.items()}
+        return {name: (self._known[id(each)][1], each) for name, each in counters.items() if each is not None}
+
+    def _name_of(self, tensor: torch.Tensor, called: str, taken: Set[str]) -> str:
+        known = self._known.get(id(tensor))
+        if known is None or known[0]() is not tensor:
+            used = {name for _, name in self._known.values()} | taken
+            words = re.sub(r"\W*\W", ".", called).strip(".") or "variable"
+            known = self._known[id(tensor)] = weakref.ref(tensor), numbered(f"{OUTSIDE}{words}", used)
+        return known[1]

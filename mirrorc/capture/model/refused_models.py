@@ -23,8 +23,7 @@ def check_model(model: Any, *, is_trained: bool = True) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"MC1201: model is a {type(model).__name__}: give a torch.nn.Module")
     wrappers = _loaded(
-        ("torch.nn.parallel", "DistributedDataParallel"),
-        ("torch.distributed.fsdp", "FullyShardedDataParallel"),
+        ("torch.nn.parallel", "DistributedDataParallel"), ("torch.distributed.fsdp", "FullyShardedDataParallel")
     )
     dealt_out = _loaded(("torch.distributed.tensor", "DTensor"))
     for name, module in model.named_modules():

@@ -142,16 +142,9 @@ def watching_class(kind: type, names: Set[str], attribute: type[_TransientAttrib
         return kind
     if watched:
         return watching_class(kind.__mro__[1], names, attribute)
-    attributes = {name: attribute(name) for name in names}
-    namespace_of_class = {
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-        "__doc__": kind.__doc__,
-        _WATCHED: names,
-    }
-    return new_class(
-        kind.__name__, (kind,), exec_body=lambda namespace: namespace.update({**namespace_of_class, **attributes})
-    )
+    members: dict[str, Any] = {key: getattr(kind, key) for key in ("__module__", "__qualname__", "__doc__")}
+    members |= {_WATCHED: names, **{name: attribute(name) for name in names}}
+    return new_class(kind.__name__, (kind,), exec_body=lambda namespace: namespace.update(members))
 
 
 def unwatched_class(kind: type) -> type:

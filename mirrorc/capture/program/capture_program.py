@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,38 +9,38 @@ from typing import Any
 import torch
 
 from mirrorc.capture.call.call_arguments import Call
-from mirrorc.capture.call.shard_types import (
+from mirrorc.capture.call.shards import (
     STAND_IN_SIZE,
+    Shards,
     SymbolicDims,
     data_of,
+    examples_of,
     graphs_to_capture,
-    grown_examples,
+    grown_types,
     leaves_of,
     mark_symbolic_dims,
 )
-from mirrorc.capture.call.shards import Shards
 from mirrorc.capture.call.step_outputs import Outputs, outputs_of, refuse_outputs_apart
 from mirrorc.capture.call.traced_outputs import TracedOutputs
 from mirrorc.capture.call.training_call import BuffersAssigned, TrainingCall
 from mirrorc.capture.diagnostics.capture_errors import EVEN_BATCHES
-from mirrorc.capture.diagnostics.identical_buffers import aggregation_alike
-from mirrorc.capture.diagnostics.lone_examples import refuse_undefined, undefined_in
-from mirrorc.capture.diagnostics.loss_reduction import notes_on_reductions
+from mirrorc.capture.diagnostics.loss_means import differences_in, notes_on_reductions, remarks_on
 from mirrorc.capture.diagnostics.python_effects import Note
-from mirrorc.capture.diagnostics.scale_grad_by_freq import notes_on_counted_lookups
-from mirrorc.capture.diagnostics.time_first import refuse_split_time
-from mirrorc.capture.diagnostics.weighted_means import differences_in, remarks_on
-from mirrorc.capture.diagnostics.written_rows import notes_on_rows
-from mirrorc.capture.front_ends.front_end import AUTO, FrontEnd, front_end_named
-from mirrorc.capture.front_ends.state_guards import AllGuards
+from mirrorc.capture.diagnostics.split_effects import refuse_split_time, refuse_undefined, undefined_in
+from mirrorc.capture.diagnostics.written_buffers import aggregation_alike, notes_on_rows
+from mirrorc.capture.front_ends.front_end import AUTO, AllGuards, FrontEnd, front_end_named
 from mirrorc.capture.model.model_state import ModelState, free_name
-from mirrorc.capture.program.captured_graph import CapturedGraph
+from mirrorc.capture.program.captured_graph import CapturedGraph, capture, outputs_for
 from mirrorc.capture.program.gathered_rows import GatheredRows
-from mirrorc.capture.program.number_inputs import captured_with_numbers, remarks_on_numbers, with_numbers_of_each
-from mirrorc.capture.program.shard_capture import capture, outputs_for
-from mirrorc.capture.program.symbolic_inputs import SymbolicSizes, with_equal_sizes
+from mirrorc.capture.program.number_inputs import (
+    SymbolicSizes,
+    captured_with_numbers,
+    remarks_on_numbers,
+    with_equal_sizes,
+    with_numbers_of_each,
+)
 from mirrorc.capture.rewrites.replica_exchanges import refuse_replica_values, refuse_stale_buffers
-from mirrorc.capture.rewrites.sparse_lookups import refuse_split_offsets
+from mirrorc.capture.rewrites.sparse_lookups import notes_on_counted_lookups, refuse_split_offsets
 from mirrorc.custom_ops.eager_calls import take_gradient
 from mirrorc.custom_ops.replica_collectives import gathering
 from mirrorc.errors import CaptureError
@@ -54,6 +53,7 @@ from mirrorc.ir.type_rules import any_value
 from mirrorc.ir.variables import Aggregation, Role, Synchronization, Variable
 from mirrorc.ir.workers import ALONE, Workers
 from mirrorc.messages.problem import message, problem
+from mirrorc.torch_internals import Decompositions
 from mirrorc.user.optimizer_groups import OptimizerGroups, gradient_rule, hyperparameters_by_label, update_rules
 
 
@@ -94,7 +94,7 @@ def capture_program(
     devices: tuple[Device, ...],
     state: ModelState,
     optimizers: OptimizerGroups | None,
-    decompositions: Mapping[Any, Callable[..., Any]],
+    decompositions: Decompositions,
     *,
     front_end: FrontEnd | None = None,
     loss_reduction: str = "mean",
@@ -121,32 +121,26 @@ def capture_program(
         for leaf in training_call.differentiated:
             tensors[leaf].requires_grad_()
     rows = GatheredRows(shards.num_examples, runs, workers, shards.rows_elsewhere)
-    capture_all = functools.partial(
-        _capture_each,
-        front_end,
-        training_call,
-        call,
-        examples,
-        rows,
-        state,
-        optimizers,
-        decompositions,
-        are_sizes_symbolic=any(symbolic),
-    )
+
+    def capture_all() -> list[CapturedGraph]:
+        about = (call, examples, rows, state, optimizers, decompositions)
+        return _capture_each(front_end, training_call, *about, are_sizes_symbolic=any(symbolic))
+
     captured = rows.capture_until_stable(capture_all, model_name)
     captured = with_numbers_of_each(captured) if shards.microbatches else captured
     _refuse_splits(captured, runs, call, shards, devices, model_name)
 
     def trace_grown() -> TracedOutputs | None:
         with gathering(rows.of(0, more=1), rows.num_replicas):
-            return outputs_for(front_end, training_call, grown_examples(distinct[0], call, devices[0].torch_device))
+            grown = examples_of(grown_types(distinct[0], call), devices[0].torch_device)
+            return outputs_for(front_end, training_call, grown)
 
     parts = shards.by_microbatch(call)
     means_of = [captured[index].traced.weighted_means for indices in runs for index in indices]
     means_of = [*captured[0].traced.means_of_shards] or means_of
-    outputs = (
-        _gathered(captured, runs, call, shards, loss_reduction, trace_grown) if training_call.keeps_outputs else None
-    )
+    outputs = None
+    if training_call.keeps_outputs:
+        outputs = _gathered(captured, runs, call, shards, loss_reduction, trace_grown)
     return CapturedProgram(
         _program(captured, runs, call, shards, devices, state, optimizers, loss_reduction),
         {name: value for graph in captured for name, value in graph.constants.items()},
@@ -242,7 +236,7 @@ def _capture_each(
     rows: GatheredRows,
     state: ModelState,
     optimizers: OptimizerGroups | None,
-    decompositions: Mapping[Any, Callable[..., Any]],
+    decompositions: Decompositions,
     *,
     are_sizes_symbolic: bool,
 ) -> list[CapturedGraph]:
@@ -262,9 +256,7 @@ def _capture_each(
             try:
                 return [captured_from(shard, tensors) for shard, tensors in enumerate(examples_of)]
             except BuffersAssigned as error:
-                assert not set(error.paths) <= set(training_call.assigned), (
-                    "a buffer that is known stays the same tensor"
-                )
+                assert not set(error.paths) <= set(training_call.assigned), "a known buffer stays the same tensor"
                 training_call.assigned = (*training_call.assigned, *error.paths)
 
     model_name = type(training_call.model).__name__
@@ -320,11 +312,7 @@ def _check_agreement(captured: Sequence[CapturedGraph], model_name: str) -> None
 
 
 def _notes(
-    captured: Sequence[CapturedGraph],
-    outputs: Outputs | None,
-    num_parts: int,
-    model_name: str,
-    loss_reduction: str,
+    captured: Sequence[CapturedGraph], outputs: Outputs | None, num_parts: int, model_name: str, loss_reduction: str
 ) -> tuple[Note, ...]:
     notes = [note for graph in captured for note in graph.traced.notes]
     if outputs is not None and outputs.unknown:

@@ -1,24 +1,28 @@
-"""Brings a traced graph into the form that passes take."""
+"""Captures one shard with a front end, and brings the graph into the form that passes take."""
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from mirrorc.capture.call.traced_outputs import TracedOutputs
+from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.diagnostics.capture_errors import refuse_written_inputs, sparse_gradient
-from mirrorc.capture.diagnostics.identical_buffers import Computation
-from mirrorc.capture.front_ends.front_end import Traced
+from mirrorc.capture.diagnostics.written_buffers import Computation, vectors_of_spectral_norms, written_alike
+from mirrorc.capture.dynamo.traced_substitutes import buffers_of_synchronized_norms
+from mirrorc.capture.front_ends.front_end import FrontEnd, Traced, tracing
+from mirrorc.capture.model.model_state import OutsideNames, check_outside_writes, numbered
 from mirrorc.capture.rewrites.operator_effects import keep_asserts
 from mirrorc.capture.rewrites.replica_exchanges import keep_replica_values
 from mirrorc.capture.rewrites.seed_random_ops import seed_random_ops
 from mirrorc.capture.rewrites.sparse_lookups import rows_of_lookups
 from mirrorc.capture.rewrites.strided_reads import confine_strided_reads
+from mirrorc.capture.rewrites.value_names import with_stable_names
 from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
 from mirrorc.ir.checkpoints import CHECKPOINT, Checkpoint
@@ -29,6 +33,7 @@ from mirrorc.ir.rearrangements import TRANSPOSITIONS
 from mirrorc.messages.problem import problem
 from mirrorc.messages.source_lines import module_of, source_line
 from mirrorc.torch_internals import (
+    Decompositions,
     JointGraph,
     NumberInput,
     SizesOfArguments,
@@ -130,11 +135,7 @@ def _symbolic_numbers(joint: JointGraph, values: dict[fx.Node, Any]) -> list[Any
 
 
 def _add_arguments(
-    graph: fx.Graph,
-    joint: JointGraph,
-    leaf_names: Sequence[str],
-    values: dict[fx.Node, Any],
-    sizes: Sequence[Any],
+    graph: fx.Graph, joint: JointGraph, leaf_names: Sequence[str], values: dict[fx.Node, Any], sizes: Sequence[Any]
 ) -> tuple[list[Argument], fx.Node, dict[Any, fx.Node]]:
     arguments: list[Argument] = []
     nodes_of = {leaf: node for node, leaf in joint.leaf_of.items()}
@@ -146,13 +147,13 @@ def _add_arguments(
             values[nodes_of[leaf]] = node
     of_sizes: dict[Any, fx.Node] = {}
     for index, key in enumerate(sizes):
-        name = _free_name(identifier(str(key)) if key.is_Symbol else "size", {argument.name for argument in arguments})
+        name = _free_name(identifier(str(key)) if key.is_Symbol else "size", arguments)
         of_sizes[key] = graph.placeholder(name)
         of_sizes[key].meta["val"] = joint.sizes.known(key) if joint.sizes is not None else key
         arguments.append(Argument(name, ArgumentKind.SIZE, index))
     for joint_node in sorted(joint.number_of, key=joint.number_of.__getitem__):
         index = joint.number_of[joint_node]
-        name = _free_name(identifier(joint.numbers[index].name), {argument.name for argument in arguments})
+        name = _free_name(identifier(joint.numbers[index].name), arguments)
         values[joint_node] = graph.placeholder(name)
         values[joint_node].meta["val"] = joint_node.meta["val"]
         arguments.append(Argument(name, ArgumentKind.NUMBER, index))
@@ -177,7 +178,7 @@ def _take_sizes_as_arguments(
         key = joint.sizes.add(value)
         if key not in sizes and not isinstance(key, int | float):
             place = max(i for i, argument in enumerate(arguments) if argument.kind is ArgumentKind.SIZE)
-            name = _free_name("size", {argument.name for argument in arguments})
+            name = _free_name("size", arguments)
             with graph.inserting_after(sizes[keys[-1]]):
                 sizes[key] = graph.placeholder(name)
             sizes[key].meta["val"] = joint.sizes.known(key)
@@ -191,9 +192,8 @@ def _take_sizes_as_arguments(
             node.args, node.kwargs = args, kwargs
 
 
-def _free_name(name: str, taken: Set[str]) -> str:
-    names = (name if i == 1 else f"{name}_{i}" for i in itertools.count(1))
-    return next(name for name in names if name not in {*taken, "args", *ArgumentKind})
+def _free_name(name: str, arguments: Sequence[Argument]) -> str:
+    return numbered(name, {*(argument.name for argument in arguments), "args", *ArgumentKind})
 
 
 def _copy_nodes(
@@ -267,15 +267,12 @@ def _insert_gathers(graph: fx.Graph, outputs: Mapping[str, fx.Node]) -> None:
 
 def _constant_name(node: fx.Node, taken: Set[str]) -> str:
     module = next((module_of(user) for user in node.users if module_of(user)), "")
-    base = f"{module}.constant".removeprefix(".")
-    names = (base if i == 1 else f"{base}_{i}" for i in itertools.count(1))
-    return next(name for name in names if name not in taken)
+    return numbered(f"{module}.constant".removeprefix("."), taken)
 
 
 def _copied_meta(node: fx.Node) -> dict[str, Any]:
-    meta: dict[str, Any] = {
-        key: node.meta[key] for key in ("val", "stack_trace", "nn_module_stack") if key in node.meta
-    }
+    keys = ("val", "stack_trace", "nn_module_stack")
+    meta: dict[str, Any] = {key: node.meta[key] for key in keys if key in node.meta}
     if "nn_module_stack" not in meta and "fwd_nn_module_stack" in node.meta:  # backward of that module
         meta["nn_module_stack"] = node.meta["fwd_nn_module_stack"]
     return meta
@@ -345,3 +342,54 @@ def _separate_gradients(graph: fx.Graph) -> None:
     order = {node: i for i, node in enumerate(graph.nodes)}
     ordered = dict(sorted(gradients.items(), key=lambda item: order[item[1]]))
     graph.output_node().args = ({**output, "gradients": ordered},)
+
+
+_SAME_FOR_ALL = (ArgumentKind.NUMBER, ArgumentKind.NUM_REPLICAS)
+
+
+def capture(
+    front_end: FrontEnd,
+    call: TrainingCall,
+    leaves: Sequence[torch.Tensor],
+    leaf_names: Sequence[str],
+    variable_names: Mapping[str, str],
+    trained: Set[str],
+    decompositions: Decompositions,
+    outside: OutsideNames,
+) -> CapturedGraph:
+    """``variable_names`` maps names of parameters and buffers to variables; tied weights have several names."""
+    with tracing(call) as stack:
+        traced = front_end.trace(stack, call, leaves, decompositions)
+    model_name, names = type(call.model).__name__, outside.names_of(traced.joint.outside, {*variable_names.values()})
+    check_outside_writes(traced.joint, names, model_name)
+    names = {**variable_names, **names}
+    captured = restructure(traced, leaf_names, names, trained, model_name)
+    graph = with_stable_names(captured.graph, captured.arguments)
+    graph.lint()
+    arguments = zip(graph.find_nodes(op="placeholder"), captured.arguments, strict=True)
+    same = {node.target for node, argument in arguments if argument.kind in _SAME_FOR_ALL}
+    alike = _written_alike(graph, call, traced.joint, names, same)
+    alike |= {names[path]: Computation(0) for path in traced.alike}
+    return replace(captured, graph=graph, alike=alike)
+
+
+def _written_alike(
+    graph: fx.Graph, call: TrainingCall, joint: JointGraph, names: Mapping[str, str], arguments: Set[Any]
+) -> dict[str, Computation]:
+    if not joint.buffer_writes:
+        return {}
+    roots = [call, *(variable.root for variable in joint.outside.values() if variable.root is not None)]
+    of_spectral_norms, of_synchronized_norms = vectors_of_spectral_norms(roots), buffers_of_synchronized_norms(roots)
+    outside = {path: variable.tensor for path, variable in joint.outside.items()}
+    tensors = {**dict(call.named_buffers(remove_duplicate=False)), **outside}
+    ids = {names[path]: id(tensors.get(path)) for path in joint.buffer_writes}
+    vectors = {name for name, tensor_id in ids.items() if tensor_id in of_spectral_norms}
+    statistics = {name for name, tensor_id in ids.items() if tensor_id in of_synchronized_norms}
+    output: Any = graph.output_node().args[0]
+    counters = {names[path] for path in joint.buffer_writes if path.endswith("num_batches_tracked")} - statistics
+    return written_alike(graph, output["writes"], vectors, statistics, counters, arguments)
+
+
+def outputs_for(front_end: FrontEnd, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
+    with tracing(call):
+        return front_end.trace_outputs(call, leaves)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mirrorc.analysis.communication.worker_meetings import RowsElsewhere, meetings_of_rows, rows_of_meeting
-from mirrorc.capture.call.shard_types import STAND_IN_SIZE
+from mirrorc.capture.call.shards import STAND_IN_SIZE
 from mirrorc.capture.diagnostics.capture_errors import EVEN_BATCHES
 from mirrorc.capture.program.captured_graph import CapturedGraph
 from mirrorc.custom_ops.replica_collectives import RowsOfAll
@@ -48,9 +48,7 @@ class GatheredRows:
         return max(len(self._sizes), 1)
 
     def of(self, shard: int, more: int = 0) -> RowsOfAll:
-        """A function from a value to the rows of all replicas, for a trace of ``shard`` with ``more`` additional
-        examples.
-        """
+        """Maps a value to the rows of all replicas, for a trace of ``shard`` with ``more`` additional examples."""
 
         def rows_of_all(value: torch.Tensor) -> int:
             rows = len(value)

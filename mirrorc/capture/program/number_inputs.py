@@ -1,19 +1,25 @@
-"""Captures the graphs of a program with the same Python numbers as inputs."""
+"""Python numbers and symbolic sizes as the same inputs of all graphs of a program, and values of sizes in a call."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
-from mirrorc.capture.call.changing_numbers import ChangingNumbers
+import torch
+
+from mirrorc.capture.call.changing_inputs import ChangingNumbers
+from mirrorc.capture.call.shards import Shards
 from mirrorc.capture.diagnostics.python_effects import drawn_number, users_place
 from mirrorc.capture.model.model_state import free_name
 from mirrorc.capture.program.captured_graph import CapturedGraph
 from mirrorc.errors import CaptureError
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Argument, ArgumentKind
 from mirrorc.messages.wording import listed
-from mirrorc.torch_internals import NumbersGivenUp, SizesGivenUp, is_drawn
+from mirrorc.torch_internals import NumbersGivenUp, SizesGivenUp, SizesOfArguments, is_drawn
 
 
 def captured_with_numbers(
@@ -34,7 +40,8 @@ def captured_with_numbers(
                 raise SizesGivenUp(f"{names} changes, too, and cannot be an input beside them: {error.why}") from error
             lasting = [name for name in error.names if not is_drawn(name)]
             if not lasting:
-                raise _no_constant(error, model) from None
+                why = f"it would be the same in every step of a captured graph, because {error.why}"
+                raise drawn_number(model, why, users_place(error.stack)) from None
             numbers.give_up(lasting, error.why, error.words)
             continue
         except CaptureError:  # perhaps for another reason, for which a capture without inputs fails, too
@@ -49,11 +56,6 @@ def captured_with_numbers(
         if len({tuple((number.name, number.kind) for number in graph.numbers) for graph in graphs}) == 1 or not inputs:
             return graphs
         numbers.give_up(inputs, "shards of different sizes compute with different numbers")
-
-
-def _no_constant(error: NumbersGivenUp, model: str) -> CaptureError:
-    why = f"it would be the same in every step of a captured graph, because {error.why}"
-    return drawn_number(model, why, users_place(error.stack))
 
 
 def with_numbers_of_each(captured: Sequence[CapturedGraph]) -> list[CapturedGraph]:
@@ -97,3 +99,102 @@ def remarks_on_numbers(captured: Sequence[CapturedGraph]) -> list[str]:
 
 
 _MOST_CHARACTERS = 100
+
+
+def with_equal_sizes(captured: Sequence[CapturedGraph]) -> list[CapturedGraph]:
+    """Gives all graphs the same SIZE arguments; the key of an unused argument is None.
+
+    Raises:
+        SizesGivenUp: a graph has symbols, and replicas exchange values.
+    """
+    names = list(dict.fromkeys(argument.name for graph in captured for argument in _sizes_of(graph)))
+    names.sort(key=lambda name: name.startswith("size"))  # symbols come first
+    if names and any(next(calls_to(graph.graph, *ops.MEETINGS), None) is not None for graph in captured):
+        raise SizesGivenUp("the model asks for values of all replicas")
+    return [_with_sizes(graph, names) for graph in captured] if names else list(captured)
+
+
+def _sizes_of(captured: CapturedGraph) -> list[Argument]:
+    return [argument for argument in captured.arguments if argument.kind is ArgumentKind.SIZE]
+
+
+def _with_sizes(captured: CapturedGraph, names: Sequence[str]) -> CapturedGraph:
+    key_of = {size.name: captured.size_keys[size.leaf or 0] for size in _sizes_of(captured)}
+    places = {str(node.target): node for node in captured.graph.find_nodes(op="placeholder")}
+    batch = [argument for argument in captured.arguments if argument.kind is ArgumentKind.BATCH]
+    last = places[batch[-1].name]
+    for name in names:
+        node = places.get(name)
+        if node is None:
+            with captured.graph.inserting_after(last):
+                node = captured.graph.placeholder(name)
+            node.meta["val"] = 0
+        else:
+            last.append(node)
+        last = node
+    others = [argument for argument in captured.arguments[len(batch) :] if argument.kind is not ArgumentKind.SIZE]
+    sizes = [Argument(name, ArgumentKind.SIZE, index) for index, name in enumerate(names)]
+    keys = tuple(key_of.get(name) for name in names)
+    return replace(captured, arguments=(*batch, *sizes, *others), size_keys=keys)
+
+
+@dataclass(frozen=True)
+class SymbolicSizes:
+    """The sizes of a program whose graphs have symbols.
+
+    Attributes:
+        graphs: the symbols of each graph, and the keys of its SIZE arguments.
+        shard_of_replica: the index of each replica's graph; None without examples.
+        microbatches: the sizes of each replica's microbatches, which share one graph; empty for whole shards.
+    """
+
+    graphs: tuple[tuple[SizesOfArguments | None, tuple[Any, ...]], ...]
+    shard_of_replica: tuple[int | None, ...]
+    microbatches: tuple[tuple[int, ...], ...] = ()
+    are_split: tuple[bool, ...] = ()
+
+    @property
+    def has_symbols(self) -> bool:
+        return any(sizes is not None and sizes.symbols for sizes, _ in self.graphs)
+
+    def of_shards(self, shards: Shards) -> list[tuple[int | float, ...]] | None:
+        """For each replica, the numbers for its graph's arguments; None if a graph does not fit its shard."""
+        if shards.microbatches != self.microbatches:
+            return None
+        numbers_of_replicas: list[tuple[int | float, ...]] = []
+        for replica, shard in enumerate(self.shard_of_replica):
+            if (shard is None) is not (shards.num_examples[replica] == 0):
+                return None
+            if shard is None:
+                numbers_of_replicas.append(())
+                continue
+            sizes, keys = self.graphs[shard]
+            numbers = sizes.numbers_for(self._tensors(shards, replica), keys) if sizes is not None else None
+            if numbers is None:
+                return None
+            numbers_of_replicas.append(numbers)
+        return numbers_of_replicas
+
+    def sizes_for(self, sizes: Sequence[tuple[int, Any]]) -> Callable[[Shards], tuple[int, ...]]:
+        """A function that computes sizes, each of a replica's values, from the shards."""
+        of_replica: dict[int, list[Any]] = {}
+        for replica, size in sizes:
+            of_replica.setdefault(replica, []).append(size)
+        functions = {}
+        for replica, wanted in of_replica.items():
+            arguments = self.graphs[self.shard_of_replica[replica] or 0][0]
+            if arguments is not None:
+                functions[replica] = arguments.sizes_for(wanted)
+
+        def of_shards(shards: Shards) -> tuple[int, ...]:
+            known = {r: iter(function(*self._tensors(shards, r))) for r, function in functions.items()}
+            return tuple([next(known[replica]) if replica in known else size for replica, size in sizes])
+
+        return of_shards
+
+    def _tensors(self, shards: Shards, replica: int) -> Sequence[torch.Tensor]:
+        if not self.microbatches:
+            return shards.tensors[replica]
+        size = self.microbatches[replica][0]
+        both = zip(shards.tensors[replica], self.are_split, strict=True)
+        return [tensor[:size] if is_split else tensor for tensor, is_split in both]

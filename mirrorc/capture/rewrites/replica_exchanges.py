@@ -84,9 +84,7 @@ def refuse_replica_values(
     model_name: str,
 ) -> None:
     met = [list(calls_to(graph, *ops.MEETINGS)) for graph in graphs]
-    first = next((node for items in met for node in items), None) or next(
-        filter(None, map(plain_exchange, graphs)), None
-    )
+    first = next(filter(None, [*(node for items in met for node in items), *map(plain_exchange, graphs)]), None)
     if first is None:
         return
     call = f"{model_name} calls {_say(first)}"

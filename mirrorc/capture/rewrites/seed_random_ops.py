@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +34,10 @@ def seed_random_ops(graph: fx.Graph, seed: fx.Node) -> int:
             if node.target is aten.native_dropout.default:
                 _replace_dropout(graph, node, seed, stream)
             else:
-                _replace_by_seeded(graph, node, seed, stream)
+                kwargs = {key: value for key, value in node.kwargs.items() if key != "generator"}
+                new = _insert(graph, node, seeded(node.target), (seed, stream, *node.args), kwargs)
+                node.replace_all_uses_with(new)
+                graph.erase_node(node)
         stream += 1
     return stream
 
@@ -44,10 +48,13 @@ def is_random(node: fx.Node) -> bool:
         return False
     if target.namespace == "mirrorc" or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    if target is aten.native_dropout.default:
-        return True
-    arguments = schema_of(target).arguments
-    values = {a.name: v for a, v in zip(arguments, node.args, strict=False)} | dict(node.kwargs)
+    return target is aten.native_dropout.default or draws_now(target, node.args, node.kwargs)
+
+
+def draws_now(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Attention without dropout draws no random numbers."""
+    arguments = schema_of(operator).arguments
+    values = {a.name: v for a, v in zip(arguments, args, strict=False)} | dict(kwargs)
     dropout = next((a for a in arguments if a.name == "dropout_p"), None)
     return dropout is None or bool(values.get("dropout_p", dropout.default_value) != 0.0)
 
@@ -67,9 +74,8 @@ def _replace_dropout(graph: fx.Graph, node: fx.Node, seed: fx.Node, stream: int)
         user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
         graph.erase_node(user)
     graph.erase_node(node)
-    _follow(
-        graph, {new for new, was in zip(results, noted, strict=True) if strides_of(new.meta["val"]) != was.stride()}
-    )
+    both = zip(results, noted, strict=True)
+    _follow(graph, {new for new, was in both if strides_of(new.meta["val"]) != was.stride()})
 
 
 def _draw(graph: fx.Graph, node: fx.Node, seed: fx.Node, stream: int, keep: float) -> fx.Node:
@@ -106,13 +112,6 @@ def _follow(graph: fx.Graph, changed: set[fx.Node]) -> None:
             ) from None
         if strides_of(node.meta["val"]) != was:
             changed.add(node)
-
-
-def _replace_by_seeded(graph: fx.Graph, node: fx.Node, seed: fx.Node, stream: int) -> None:
-    kwargs = {key: value for key, value in node.kwargs.items() if key != "generator"}
-    new = _insert(graph, node, seeded(node.target), (seed, stream, *node.args), kwargs)
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
 
 
 def _insert(graph: fx.Graph, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:

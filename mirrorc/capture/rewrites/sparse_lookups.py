@@ -1,4 +1,7 @@
-"""Traces lookups with ``sparse=True`` as dense, and finds variables to which torch gives sparse gradients."""
+"""Traces lookups with ``sparse=True`` as dense, and finds variables to which torch gives sparse gradients.
+
+Also warns of lookups that divide gradients by frequencies of rows, because each replica counts rows of its own shard.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,12 @@ from torch import fx
 from torch.nn import functional as F
 
 from mirrorc.capture.call.call_arguments import Leaf
+from mirrorc.capture.diagnostics.python_effects import Note
 from mirrorc.errors import CaptureError
 from mirrorc.ir.nodes import ancestors
 from mirrorc.ir.type_inference import reinfer_type
 from mirrorc.messages.problem import problem
+from mirrorc.messages.source_lines import last_users_frame
 from mirrorc.torch_internals import leaf_of_placeholder, module_variables
 
 _LOOKUPS = (F.embedding, F.embedding_bag)
@@ -116,8 +121,7 @@ def _gradient_of_bags(
 ) -> Any:
     """Expresses the gradient as rows to add; torch's gradient is as large as the table.
 
-    An index's row is the gradient of its bag, times the index's weight if any, and divided by the bag's size in mode
-    "mean".
+    An index's row is the gradient of its bag, times the index's weight, if any, over the bag's size in mode "mean".
     """
     if mode == _MAX or scale_grad_by_freq:
         return NotImplemented
@@ -194,3 +198,25 @@ def _insert(graph: fx.Graph, like: fx.Node, target: Any, args: tuple[Any, ...], 
     node.meta = dict(like.meta)
     reinfer_type(node)
     return node
+
+
+_COUNTED = (
+    torch.ops.aten.embedding.default,
+    torch.ops.aten._embedding_bag.default,
+    torch.ops.aten._embedding_bag_forward_only.default,
+)
+_SCALES = 3  # the index of scale_grad_by_freq in the arguments of each lookup
+
+
+def notes_on_counted_lookups(graph: fx.Graph, model_name: str) -> tuple[Note, ...]:
+    notes: dict[Note, None] = {}
+    for node in graph.nodes:
+        if node.target in _COUNTED and len(node.args) > _SCALES and node.args[_SCALES] is True:
+            frame = last_users_frame(node.meta.get("stack_trace") or "")
+            message = (
+                f"an embedding of {model_name} has scale_grad_by_freq=True: each replica divides its gradients by how often a "
+                "row occurs in its own shard, one device by how often it occurs in the whole batch. DistributedDataParallel "
+                "does the same. To have the update of one device, leave it out"
+            )
+            notes[Note.at(frame, message)] = None
+    return tuple(notes)

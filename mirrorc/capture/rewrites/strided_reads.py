@@ -31,7 +31,8 @@ def confine_strided_reads(graph: fx.Graph) -> None:
         base: Any = node.args[0]
         offset = arguments.get("storage_offset")
         offset = base.meta["val"].storage_offset() if offset is None else offset
-        offset, sizes, strides = (fx.node.map_arg(a, _number) for a in (offset, arguments["size"], arguments["stride"]))
+        places: Any = (offset, arguments["size"], arguments["stride"])
+        offset, sizes, strides = fx.node.map_arg(places, lambda source: source.meta["val"])
         if is_symbolic(offset):
             raise SizesGivenUp("as_strided begins at a place that follows from sizes")
         reach = sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
@@ -60,10 +61,6 @@ def confine_strided_reads(graph: fx.Graph) -> None:
         if "storage_offset" in names:
             arguments["storage_offset"] = offset - first
         node.args, node.kwargs = (base, *[arguments[name] for name in names[1:]]), {}
-
-
-def _number(node: fx.Node) -> Any:
-    return node.meta["val"]
 
 
 def _same_memory(node: fx.Node) -> fx.Node | None:

@@ -19,8 +19,7 @@ from mirrorc.torch_internals import bare_name, is_operator
 def with_stable_names(graph: fx.Graph, arguments: Sequence[Argument]) -> fx.Graph:
     """Copies a graph, naming values after module and operator: ``encoder_fc1_addmm``, ``d_encoder_fc1_mm`` in backward.
 
-    A value computed outside of modules is named after the last module among its sources. Names in one module do not
-    depend on other modules.
+    A value outside of modules is named after the last module among its sources. Names do not depend on other modules.
     """
     copy = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}

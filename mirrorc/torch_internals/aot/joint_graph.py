@@ -1,12 +1,17 @@
-"""The result of torch's export of a graph."""
+"""The result of torch's export of a graph, without effect tokens and states of GPU generators."""
 
 from __future__ import annotations
 
+import contextlib
+import operator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
-from torch import fx, nn
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from mirrorc.torch_internals.symbols.symbolic_sizes import SizesOfArguments
 
@@ -32,8 +37,7 @@ class JointGraph:
         gradients: by parameter; None if the parameter gets no gradient.
         gradients_of_leaves: by the index of the tensor argument; None if it gets no gradient.
         buffer_writes: the new value, by buffer.
-        written_inputs: other writes of forward: ("parameter", name), ("argument", index), or ("buffer", name) if the
-            new value has a gradient.
+        written_inputs: other writes: ("parameter", name), ("argument", index), or ("buffer", name) with a gradient.
         looked_up: parameters with only ``sparse=True`` lookups.
         sizes: None if all sizes are constants.
     """
@@ -61,11 +65,102 @@ class JointGraph:
             return torch.empty((), dtype=torch.int64)
 
     def constant(self, node: fx.Node) -> torch.Tensor:
-        return _attribute(self.graph_module, str(node.target))
+        tensor: torch.Tensor = operator.attrgetter(str(node.target))(self.graph_module)
+        return tensor
 
 
-def _attribute(module: nn.Module, path: str) -> torch.Tensor:
-    value: Any = module
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
+_RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+_KEPT = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+
+
+def checkpoint_tag(node: fx.Node) -> tuple[int, bool] | None:
+    """The number of an operator's checkpoint, and True if its result is saved; None outside of checkpoints.
+
+    Raises:
+        ValueError: the policy neither saves nor recomputes the result.
+    """
+    policy = node.meta.get("recompute")
+    if policy is None:
+        return None
+    if policy not in (*_RECOMPUTED, *_KEPT):
+        raise ValueError(str(policy))
+    return int(node.meta.get("ac_graph_id", 0)), policy in _KEPT
+
+
+@contextlib.contextmanager
+def ordered_linalg_checks() -> Iterator[None]:
+    """Registers checks of ``torch.linalg`` results as side effects, because torch 2.11 would drop them."""
+    from torch._higher_order_ops import effects
+
+    name = "aten::_linalg_check_errors"
+    if effects._get_effect(name) is not None:
+        yield
+        return
+    handle = effects._register_effectful_op(name, effects._EffectType.ORDERED)
+    try:
+        yield
+    finally:
+        handle.destroy()
+
+
+def remove_effect_tokens(graph_module: fx.GraphModule) -> None:
+    """Also turns checks of ``torch.linalg`` results into asserts."""
+    from torch._functorch._aot_autograd import descriptors as d
+    from torch._higher_order_ops.effects import with_effects
+
+    graph = graph_module.graph
+    for node in graph.find_nodes(op="call_function", target=with_effects):
+        called: Any = node.args
+        token, target, *args = called
+        with graph.inserting_before(node):
+            if target is torch.ops.aten._linalg_check_errors.default:
+                _assert_is_computed(graph, node, args[0], str(args[1]))
+                result = None
+            else:
+                result = graph.call_function(target, tuple(args), dict(node.kwargs))
+                result.meta = {**node.meta, "val": _part(node.meta["val"], 1)}
+        for user in list(node.users):
+            user.replace_all_uses_with(token if user.args[1] == 0 else result)
+            graph.erase_node(user)
+        graph.erase_node(node)
+    output = graph.output_node()
+    results: Any = output.args[0]
+    tokens = d.ForwardTokenAOTOutput | d.BackwardTokenAOTOutput
+    plain = [pair for pair in zip(results, output.meta["desc"], strict=True) if not isinstance(pair[1], tokens)]
+    output.args = (tuple(value for value, _ in plain),)
+    output.meta["desc"] = [kind for _, kind in plain]
+    for node in graph.find_nodes(op="placeholder"):
+        if isinstance(node.meta["desc"], d.ForwardTokenAOTInput | d.BackwardTokenAOTInput):
+            graph.erase_node(node)
+
+
+def _part(value: Any, index: int) -> Any:
+    return value[index] if isinstance(value, list | tuple) and len(value) > index else None
+
+
+def _assert_is_computed(graph: fx.Graph, like: fx.Node, info: fx.Node, name: str) -> None:
+    aten = torch.ops.aten
+    text = f"{name} failed: a matrix is singular, not positive definite, or has entries that are not finite"
+    node, value = info, info.meta["val"]
+    for target, constants in ((aten.ne.Scalar, (0,)), (aten.any.default, ()), (aten.logical_not.default, ())):
+        node = graph.call_function(target, (node, *constants))  # Inductor has no aten.all
+        with value.fake_mode:
+            value = target(value, *constants)
+        node.meta = {**like.meta, "val": value}
+    graph.call_function(aten._assert_async.msg, (node, text)).meta = {**like.meta, "val": None}
+
+
+@contextlib.contextmanager
+def no_states_of_gpus() -> Iterator[None]:
+    from torch._decomp.decompositions_for_rng import PhiloxState
+    from torch._functorch import config
+
+    def reset(self: Any) -> None:
+        self.seed = self.base_offset = None
+        self.relative_offset, self.offset_advanced_at_least_once = 0, False
+
+    if config.functionalize_rng_ops:
+        yield
+        return
+    with patch.object(PhiloxState, "reset", reset):
+        yield

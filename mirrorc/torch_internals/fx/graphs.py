@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
 
 from torch import fx, nn
+
+Decompositions = Mapping[Any, Callable[..., Any]]
+"""By operator, a function that computes the same by other operators."""
 
 
 def lazy_graph_module(root: nn.Module | dict[str, Any], graph: fx.Graph, class_name: str) -> fx.GraphModule:
@@ -17,12 +20,10 @@ def lazy_graph_module(root: nn.Module | dict[str, Any], graph: fx.Graph, class_n
     return _LazyGraphModule(root, graph, class_name=class_name)
 
 
-@contextlib.contextmanager
-def lazy_graph_modules() -> Iterator[None]:
+def lazy_graph_modules() -> contextlib.AbstractContextManager[Any]:
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
-    with _use_lazy_graph_module(True):
-        yield
+    return _use_lazy_graph_module(True)
 
 
 def add_node(
@@ -55,7 +56,7 @@ def add_node(
 
 
 def traced_on_fake_tensors(
-    function: Callable[..., Any], values: Sequence[Any], decompositions: Mapping[Any, Callable[..., Any]] | None = None
+    function: Callable[..., Any], values: Sequence[Any], decompositions: Decompositions | None = None
 ) -> fx.Graph:
     """All ``values`` must share one fake mode; values in the graph get the same mode."""
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -64,9 +65,7 @@ def traced_on_fake_tensors(
         return make_fx(function, dict(decompositions or {}))(*values).graph
 
 
-@contextlib.contextmanager
-def quiet_fake_tensors() -> Iterator[None]:
+def quiet_fake_tensors() -> contextlib.AbstractContextManager[Any]:
     from torch._subclasses.fake_tensor import log
 
-    with patch.object(log, "disabled", True):
-        yield
+    return patch.object(log, "disabled", True)

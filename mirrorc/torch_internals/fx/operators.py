@@ -1,16 +1,17 @@
-"""Schemas of torch operators, their temporary replacement, and private calls."""
+"""Schemas of torch operators, their temporary replacement, private calls, and asserts that traces record."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 
-@contextlib.contextmanager
-def replaced_operators(replace: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+def replaced_operators(
+    replace: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
+) -> contextlib.AbstractContextManager[Any]:
     """Replaces results of this thread's operators, below autograd, by ``replace(operator, args, kwargs)``.
 
     NotImplemented stands for the operator's own result. Operators within ``replace`` are not replaced.
@@ -22,8 +23,7 @@ def replaced_operators(replace: Callable[[Any, tuple[Any, ...], dict[str, Any]],
             result = replace(func, args, kwargs or {})
             return func(*args, **(kwargs or {})) if result is NotImplemented else result
 
-    with Replace():
-        yield
+    return Replace()
 
 
 def is_operator(target: Any) -> bool:
@@ -87,3 +87,26 @@ def recorded_by_autograd() -> Iterator[None]:
     included = torch._C._dispatch_tls_local_include_set()
     with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
         yield
+
+
+NOT_ALL_TRUE = "not all elements are true of what torch._check_tensor_all is given"
+
+
+def assert_true(condition: torch.Tensor, text: str) -> None:
+    """Raises RuntimeError unless a one-element tensor is true. A trace records the assert."""
+    torch._assert_async(condition, text)
+
+
+def _check_all(condition: torch.Tensor, message: Any = None) -> None:
+    assert_true(condition.all(), NOT_ALL_TRUE)
+
+
+def _check_all_with(error_type: type, condition: torch.Tensor, message: Any = None) -> None:
+    assert_true(condition.all(), NOT_ALL_TRUE)
+
+
+CHECKS_OF_TENSORS: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    torch._check_tensor_all: _check_all,
+    torch._check_tensor_all_with: _check_all_with,
+}
+"""Substitutes in a trace for torch's checks of tensor values, because a trace cannot format their messages."""

@@ -55,17 +55,15 @@ def _observed_clipping(name: str, clip: Callable[..., Any]) -> Callable[..., Any
 def observe_zero_grad(observer: ZeroGradObserver) -> None:
     """Calls ``observer`` with the parameters after torch's ``zero_grad``; a subclass may bypass it."""
     _of_zero_grad[:] = [observer]
-    for kind, parameters_of in ((torch.optim.Optimizer, _of_optimizer), (nn.Module, _of_module)):
+    for kind, parameters_of in _PARAMETERS_OF.items():
         if not hasattr(kind.zero_grad, "tells_mirrorc"):
-            kind.zero_grad = _observed_zero_grad(kind.zero_grad, parameters_of)  # type: ignore[method-assign]
+            kind.zero_grad = _observed_zero_grad(kind.zero_grad, parameters_of)
 
 
-def _of_optimizer(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _of_module(module: nn.Module) -> list[torch.Tensor]:
-    return list(module.parameters())
+_PARAMETERS_OF: dict[Any, Callable[[Any], list[torch.Tensor]]] = {
+    torch.optim.Optimizer: lambda optimizer: [p for group in optimizer.param_groups for p in group["params"]],
+    nn.Module: lambda module: list(module.parameters()),
+}
 
 
 def _observed_zero_grad(

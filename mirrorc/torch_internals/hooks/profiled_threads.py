@@ -50,9 +50,7 @@ class _SharedPointer(ctypes.Structure):
 
 
 class _Functions:
-    """C++ functions of ``at::ThreadLocalStateGuard``. ``force_debug_info`` moves from its argument, which is then
-    empty.
-    """
+    """C++ functions of ``at::ThreadLocalStateGuard``. ``force_debug_info`` empties its argument."""
 
     def __init__(self, core: ctypes.CDLL, torch_cpu: ctypes.CDLL) -> None:
         self.current_debug_info = core._ZN3c1020ThreadLocalDebugInfo7currentEv

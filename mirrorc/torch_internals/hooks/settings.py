@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import starmap
 from types import MethodType
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.utils import parametrize
 from torch.optim import optimizer as of_all
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -124,17 +125,18 @@ def _is_from_torch(function: Any) -> bool:
     return True
 
 
+_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
 def hook_tables(module: nn.Module) -> list[dict[Any, Any]]:
     """The tables themselves, not copies."""
-    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return [getattr(module, name) for name in names]
+    return [getattr(module, name) for name in _HOOK_TABLES]
 
 
 def global_hook_tables() -> list[Mapping[Any, Any]]:
     from torch.nn.modules import module
 
-    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return [getattr(module, f"_global{name}") for name in names]
+    return [getattr(module, f"_global{name}") for name in _HOOK_TABLES]
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
@@ -210,12 +212,10 @@ def dispatch_modes() -> list[str]:
     return [type(mode).__name__ for mode in _get_current_dispatch_mode_stack()]
 
 
-@contextmanager
-def without_dispatch_modes() -> Iterator[None]:
+def without_dispatch_modes() -> AbstractContextManager[Any]:
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with _disable_current_modes():
-        yield
+    return _disable_current_modes()
 
 
 def has_hooks_on_saved_tensors() -> bool:
@@ -243,3 +243,13 @@ def runs_transform(*tensors: torch.Tensor | None) -> bool:
 def is_dense(tensor: torch.Tensor) -> bool:
     """True if the elements fill the memory without gaps or overlaps, in any order."""
     return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
+
+
+def parametrization_cache() -> dict[tuple[int, str], torch.Tensor | None]:
+    """The current cache; it is replaced at the end of ``cached()``."""
+    cache: dict[tuple[int, str], torch.Tensor | None] = parametrize._cache
+    return cache
+
+
+def caches_parametrizations() -> bool:
+    return bool(parametrize._cache_enabled)

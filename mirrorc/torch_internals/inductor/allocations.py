@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -97,8 +97,7 @@ def peak_allocation(action: Callable[[], object], older: Sequence[torch.Tensor])
     return peak
 
 
-@contextlib.contextmanager
-def watched_operators(note: Callable[[Any, tuple[Any, ...], Any], None]) -> Iterator[None]:
+def watched_operators(note: Callable[[Any, tuple[Any, ...], Any], None]) -> contextlib.AbstractContextManager[Any]:
     """Calls ``note(operator, args, result)`` after every operator of this thread."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -108,5 +107,4 @@ def watched_operators(note: Callable[[Any, tuple[Any, ...], Any], None]) -> Iter
             note(func, args, result)
             return result
 
-    with Watch():
-        yield
+    return Watch()

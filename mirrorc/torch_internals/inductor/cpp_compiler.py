@@ -1,4 +1,4 @@
-"""Postpones Inductor's waits for the C++ compiler."""
+"""Postpones Inductor's waits for the C++ compiler, and replaces its corrupt files."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import contextlib
 import contextvars
 import functools
 import os
+import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 _unfinished: contextvars.ContextVar[list[Callable[[], None]] | None] = contextvars.ContextVar(
@@ -92,9 +95,7 @@ _MOST_SECONDS = 120.0  # a slower compiler hangs
 
 @functools.cache
 def _let_instructions_be_tried_together() -> None:
-    """Makes Inductor wait for the threads of trials. A trial changes flags, so no two threads may try the same
-    instructions.
-    """
+    """Makes Inductor wait for the threads of trials. A trial changes flags, so no two may try the same instructions."""
     from torch._inductor import cpu_vec_isa
 
     try_serially = cpu_vec_isa.valid_vec_isa_list
@@ -150,3 +151,44 @@ def _started(job: Callable[[], Any]) -> threading.Thread:
     thread = threading.Thread(target=run, name="mirrorc C++ compiler", daemon=True)
     thread.start()
     return thread
+
+
+_LOADED = (".py", ".so", ".cpp")
+
+
+def kernel_folder() -> Path:
+    from torch._inductor.runtime.runtime_utils import cache_dir
+
+    return Path(cache_dir())
+
+
+@contextlib.contextmanager
+def fresh_kernel_files() -> Iterator[None]:
+    """Hides the files of earlier compilations from Inductor.
+
+    At the end, new files replace older ones that differ. A name determines the content: a difference is corruption.
+    """
+    from torch._inductor.utils import fresh_inductor_cache
+
+    cached = kernel_folder()
+    forget_loaded_kernels()
+    forget_instructions()
+    with tempfile.TemporaryDirectory(prefix="mirrorc-kernels-", ignore_cleanup_errors=True) as place:
+        with fresh_inductor_cache(dir=place, delete=False):
+            yield
+        (fresh,) = Path(place).iterdir()
+        for made in fresh.rglob("*"):
+            if made.suffix in _LOADED:
+                with contextlib.suppress(OSError):  # the next caller tries again
+                    _mend(cached / made.relative_to(fresh), made)
+
+
+def _mend(file: Path, made: Path) -> None:
+    if not file.exists() or file.read_bytes() == made.read_bytes():
+        return
+    new = file.with_name(f".mirrorc-{os.getpid()}-{file.name}")
+    try:
+        shutil.copy2(made, new)
+        os.replace(new, file)
+    finally:
+        new.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Compiles one graph with Inductor."""
+"""Compiles one graph with Inductor, in which operators of mirrorc are called directly."""
 
 from __future__ import annotations
 
@@ -36,16 +36,11 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     return table
 
 
+_aten = torch.ops.aten
 _SCATTERS = (
-    torch.ops.aten.index_put.default,
-    torch.ops.aten.scatter.src,
-    torch.ops.aten.scatter.value,
-    torch.ops.aten.scatter_add.default,
-    torch.ops.aten.scatter_reduce.two,
-    torch.ops.aten.masked_scatter.default,
-    torch.ops.aten.select_scatter.default,
-    torch.ops.aten.slice_scatter.default,
-    torch.ops.aten.diagonal_scatter.default,
+    *(_aten.index_put.default, _aten.scatter.src, _aten.scatter.value, _aten.scatter_add.default),
+    *(_aten.scatter_reduce.two, _aten.masked_scatter.default, _aten.select_scatter.default),
+    *(_aten.slice_scatter.default, _aten.diagonal_scatter.default),
 )
 """Operators that write to a copy of their first argument. Inductor's copy of an expanded tensor is itself expanded."""
 
@@ -106,8 +101,7 @@ def _apply(decomposition: Callable[..., Any], constants: Any, keywords: Mapping[
 
 
 class _IndexPuts:
-    """Keeps Inductor from in-place `index_put`, because it overlooks that the new rows may be views of the overwritten
-    ones.
+    """Keeps Inductor from in-place `index_put`, because it overlooks that new rows may be views of old ones.
 
     Torch's table is global: it is restored when no thread compiles.
     """
@@ -317,8 +311,7 @@ Compiled = Callable[[list[Any]], Sequence[Any]]
 def in_strides(function: Any, wanted: Sequence[tuple[Any, ...] | None]) -> Compiled:
     """Copies outputs that do not have the wanted strides.
 
-    Inductor chooses the layout of values with gaps or expanded dims, but backward was compiled for the strides of the
-    graph.
+    Inductor chooses the layout of values with gaps or expanded dims, but backward takes the strides of the graph.
     """
     actual = function.output_strides or [None] * len(wanted)
     others = {
@@ -349,3 +342,46 @@ def _copied(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
             value = value.narrow(dim, 0, 1)
     memory = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
     return memory.copy_(value).expand(shape)
+
+
+@functools.cache
+def call_directly(operator: Any, call: str) -> None:
+    """Makes Inductor call an operator's Python function directly, without the dispatcher.
+
+    Args:
+        operator: takes only tensors, writes the first, and returns nothing.
+        call: code of the call, with ``{0}`` for the first argument. It can use names such as ``extern_kernels``.
+    """
+    from torch._inductor import ir, lowering
+    from torch._inductor.virtualized import V
+
+    class DirectCall(ir.ExternKernel):
+        def __init__(self, arguments: list[Any]) -> None:
+            inputs = self.unwrap_storage([self.realize_input(argument) for argument in arguments])
+            super().__init__(None, ir.NoneLayout(device=arguments[0].get_device()), inputs, op_overload=operator)
+            V.graph.mark_buffer_mutated(self.input_name(0))
+            self.name = V.graph.register_buffer(self)
+            V.graph.register_operation(self)
+
+        def codegen(self, wrapper: Any) -> None:
+            inputs: Any = self.inputs
+            wrapper.writeline(call.format(*(argument.codegen_reference() for argument in inputs)))
+
+        def should_allocate(self) -> bool:
+            return False
+
+        def has_side_effects(self) -> bool:
+            return True
+
+        def get_mutation_names(self) -> list[str]:
+            return [self.input_name(0)]
+
+    plain = lowering.fallback_handler(operator, add_to_fallback_set=False)
+
+    def lowered(*arguments: Any) -> Any:
+        if V.graph.cpp_wrapper:
+            return plain(*arguments)
+        DirectCall(list(arguments))
+        return None
+
+    lowering.register_lowering(operator, type_promotion_kind=None)(lowered)

@@ -15,8 +15,14 @@ import numpy as np
 import torch
 from torch import fx
 
-from mirrorc.torch_internals.numbers.host_numbers import HostNumbers, Number, NumbersGivenUp, is_float, plain_number
-from mirrorc.torch_internals.numbers.number_trace import NumberTrace
+from mirrorc.torch_internals.numbers.number_trace import (
+    HostNumbers,
+    Number,
+    NumbersGivenUp,
+    NumberTrace,
+    is_float,
+    plain_number,
+)
 from mirrorc.torch_internals.symbols.symbolic_sizes import has_symbols, sizes_key
 
 BUFFER = "mirrorc_number_"
@@ -157,9 +163,7 @@ class _Call:
         return dtype.is_floating_point or dtype in (torch.int64, torch.bool)
 
     def _give_as_result(self, dtype: torch.dtype) -> None:
-        """Rewrites ``torch.where(c, x, t)``, ``x.fill_(t)`` or ``torch.lerp(x, y, t)``, with a tensor of ``dtype`` for
-        t.
-        """
+        """Rewrites ``torch.where(c, x, t)``, ``x.fill_(t)`` or ``torch.lerp(x, y, t)``, with a tensor of ``dtype``."""
         is_exact = dtype in _WIDE or (self.name == "masked_fill" and dtype.is_floating_point)
         if not is_exact and self.name not in ("where", "fill"):
             raise self._unsupported()
@@ -182,14 +186,8 @@ class _Call:
 
     def _give_value(self, number: fx.Node, result: torch.Tensor) -> None:
         """Rewrites ``torch.full(size, t)``."""
-        if (
-            result.device.type != "cpu"
-            or not result.is_contiguous()
-            or result.requires_grad
-            or "out" in self.node.kwargs
-            or has_symbols(result)
-            or not self._is_of_dtype(number)
-        ):
+        is_plain = result.device.type == "cpu" and result.is_contiguous() and not result.requires_grad
+        if not is_plain or "out" in self.node.kwargs or has_symbols(result) or not self._is_of_dtype(number):
             raise self._unsupported()
         whole = self._insert("expand", (self._converted(number, result.dtype), tuple(result.shape)))
         self._replace("clone", (whole,), {"memory_format": torch.contiguous_format})

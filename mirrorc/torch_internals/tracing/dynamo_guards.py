@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import (
+    CellType,
     ClassMethodDescriptorType,
     CodeType,
+    FunctionType,
     GetSetDescriptorType,
     MemberDescriptorType,
     MethodDescriptorType,
@@ -23,11 +27,10 @@ import torch
 from torch import nn
 
 from mirrorc.torch_internals.aot.joint_graph import NumberInput
+from mirrorc.torch_internals.hooks.settings import is_structured_trace_on
 from mirrorc.torch_internals.numbers.drawn_numbers import DrawnNumbers, Generators, is_drawn
-from mirrorc.torch_internals.numbers.host_numbers import HostNumbers, is_ordinary, plain_number
-from mirrorc.torch_internals.tracing.metrics import guards_not_timed, metrics_if_heard
+from mirrorc.torch_internals.numbers.number_trace import HostNumbers, is_ordinary, plain_number
 from mirrorc.torch_internals.tracing.source_names import in_users_words, source_words
-from mirrorc.torch_internals.tracing.traced_methods import TracedMethods
 
 _VARIABLE = re.compile(r"^L\['self'\](\._modules\['[^']+'\])+\._(parameters|buffers)\['[^']+'\]$")
 _MODULE_ATTRIBUTE = re.compile(r"^L\['self'\](\._modules\['[^']+'\])*\.\w+$")
@@ -189,8 +192,7 @@ def captured_output() -> Iterator[list[Any]]:
         yield outputs
 
 
-@contextlib.contextmanager
-def guarded_results() -> Iterator[None]:
+def guarded_results() -> contextlib.AbstractContextManager[Any]:
     """Makes Dynamo guard Python values that forward only returns, such as a string argument.
 
     Dynamo's code reads such values in each call, but mirrorc saves them.
@@ -205,8 +207,7 @@ def guarded_results() -> Iterator[None]:
             value.realize()
         generate(self, value, *args, **kwargs)
 
-    with patch.object(PyCodegen, "__call__", guarding):
-        yield
+    return patch.object(PyCodegen, "__call__", guarding)
 
 
 _DESCRIPTORS = (
@@ -215,8 +216,7 @@ _DESCRIPTORS = (
 )
 
 
-@contextlib.contextmanager
-def guarded_descriptors() -> Iterator[None]:
+def guarded_descriptors() -> contextlib.AbstractContextManager[Any]:
     """Makes Dynamo guard methods and properties of C classes, such as an attribute that is `torch.Tensor.add`."""
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.variables.builder import VariableBuilder, install_guard
@@ -228,8 +228,7 @@ def guarded_descriptors() -> Iterator[None]:
             install_guard(self.source.make_guard(GuardBuilder.ID_MATCH))
         return wrap(self, value)
 
-    with patch.object(VariableBuilder, "_wrap", wrap_guarded):
-        yield
+    return patch.object(VariableBuilder, "_wrap", wrap_guarded)
 
 
 def build_guards(
@@ -245,7 +244,7 @@ def build_guards(
     needed = [guard for guard in guards if _is_needed(guard.name, guard.create_fn_name())]
     scope = scope_of_guards(module)
     variables = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    _empty(guards)
+    (guards if hasattr(guards, "clear") else guards.inner).clear()  # the second in torch 2.11
     for guard in needed:
         if guard.create_fn_name() != "TENSOR_MATCH":
             guards.add(guard, collect_debug_stack=False)
@@ -270,21 +269,12 @@ def build_guards(
     )
 
 
-def _empty(guards: Any) -> None:
-    if hasattr(guards, "clear"):
-        guards.clear()
-    else:  # torch 2.11
-        guards.inner.clear()
-
-
 def _identity(guard: Any, scope: dict[str, Any]) -> Any:
     from torch._dynamo.guards import GuardBuilder
 
     is_array = guard.name.startswith("___from_numpy(")  # each evaluation makes a new tensor
     source = guard.originating_source.base if is_array else guard.originating_source
-    is_number = is_array and any(
-        isinstance(value, np.number) and value == value for value in _evaluated(source.name, scope)
-    )
+    is_number = is_array and any(isinstance(v, np.number) and v == v for v in _evaluated(source.name, scope))
     identity = source.make_guard(GuardBuilder.EQUALS_MATCH if is_number else GuardBuilder.ID_MATCH)
     identity.user_stack = guard.user_stack
     return identity
@@ -300,3 +290,153 @@ def _is_needed(name: str, kind: str) -> bool:
 
 class GuardsChange(Exception):
     """Raised if a guarded value changes before the trace ends. The text names the value."""
+
+
+@contextlib.contextmanager
+def metrics_if_heard() -> Iterator[None]:
+    """Makes Dynamo report metrics only into a structured trace.
+
+    Reports take as long as building guards, and torch 2.11 logs an error about function-valued settings.
+    """
+    from torch._dynamo.utils import get_metrics_context
+
+    context = get_metrics_context()
+    report = context._on_exit if is_structured_trace_on() else lambda *_: None
+    with (
+        patch.object(logging.getLogger("torch._dynamo.metrics_context"), "disabled", True),
+        patch.object(context, "_on_exit", report),
+    ):
+        yield
+
+
+def guards_not_timed() -> contextlib.AbstractContextManager[Any]:
+    """Keeps Dynamo from timing new guards, because this flushes the processor's caches (20 ms and more)."""
+    from torch._dynamo import guards
+
+    return patch.object(guards, "profile_guard_manager", lambda *_: 0.0)
+
+
+_ABSENT = object()
+_FROM_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE: attributes of other classes cannot be set
+
+
+class TracedMethods:
+    """Checks that traced methods, code of traced functions, and classes in closures are unchanged."""
+
+    def __init__(self, values: Iterable[Any], codes: Sequence[CodeType]) -> None:
+        self._traced = set(codes)
+        self._entries: dict[tuple[type, str], Any] = {}
+        self._functions: dict[int, FunctionType] = {}
+        self._cells: list[tuple[CellType, type]] = []
+        self._kinds: set[type] = set()
+        for value in values:
+            self._enter_functions(_functions_in(value))
+            for kind in (type(value), value) if isinstance(value, type) else (type(value),):
+                self._enter_class(kind)
+        methods = [(*key, method) for key, method in self._entries.items()]
+        self._plain = [each for each in methods if getattr(each[0], each[1], None) is each[2]]
+        self._others = [each for each in methods if getattr(each[0], each[1], None) is not each[2]]
+        self._codes = [(function, function.__code__) for function in self._functions.values()]
+
+    def _enter_class(self, kind: type) -> None:
+        if kind in self._kinds:
+            return
+        self._kinds.add(kind)
+        having: dict[str, list[type]] = {}
+        for base in kind.__mro__:
+            if base.__flags__ & _FROM_PYTHON:
+                for name, value in list(vars(base).items()):
+                    if self._enter_functions(_functions_in(value)):
+                        having.setdefault(name, []).append(base)
+        for name, bases in having.items():
+            for owner in _owners(kind, name, bases):
+                self._entries[owner, name] = _looked_up(owner, name)
+
+    def _enter_functions(self, functions: Iterable[FunctionType]) -> bool:
+        traced = [function for function in functions if function.__code__ in self._traced]
+        for function in traced:
+            if id(function) not in self._functions:
+                self._functions[id(function)] = function
+                for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+                    content = _content(cell)
+                    if isinstance(content, type) and content.__flags__ & _FROM_PYTHON:
+                        if name != "__class__":  # the cell of super() never changes
+                            self._cells.append((cell, content))  # Dynamo does not guard it
+                        self._enter_class(content)
+        return bool(traced)
+
+    def hold(self) -> bool:
+        for owner, name, method in self._plain:
+            if getattr(owner, name, None) is not method:  # by far the fastest lookup
+                return False
+        for function, code in self._codes:
+            if function.__code__ is not code:
+                return False
+        if self._cells and any(_content(cell) is not kind for cell, kind in self._cells):
+            return False
+        return not self._others or all(_looked_up(owner, name) is method for owner, name, method in self._others)
+
+    def broken(self) -> str:
+        """Describes the first change; may be empty."""
+        for owner, name, method in (*self._plain, *self._others):
+            if _looked_up(owner, name) is not method:
+                return f"{owner.__name__}.{name} was replaced"
+        for function, code in self._codes:
+            if function.__code__ is not code:
+                return f"the code of {function.__qualname__} was replaced"
+        changed = (kind for cell, kind in self._cells if _content(cell) is not kind)
+        return next((f"{kind.__qualname__} was replaced" for kind in changed), "")
+
+
+def _owners(kind: type, name: str, traced_in: Sequence[type]) -> Sequence[type]:
+    """The classes in which to watch a method: the class itself, or its MRO if ``super()`` may have been used."""
+    first = next(base for base in kind.__mro__ if name in vars(base))
+    if [first] == traced_in:
+        return [kind]
+    return [base for base in kind.__mro__ if base.__flags__ & _FROM_PYTHON]
+
+
+def _functions_in(value: Any, depth: int = 4) -> Iterator[FunctionType]:
+    if depth == 0:
+        return
+    # the fast path, for an undecorated function
+    if type(value) is FunctionType and value.__closure__ is None and not value.__dict__:
+        yield value
+        return
+    if isinstance(value, FunctionType):
+        yield value
+        around = [getattr(value, "__wrapped__", None), *map(_content, value.__closure__ or ())]
+        around = [inner for inner in around if isinstance(inner, FunctionType | functools.partial)]
+    elif isinstance(value, staticmethod | classmethod):
+        around = [value.__func__]
+    elif isinstance(value, property):
+        around = [value.fget, value.fset]
+    elif isinstance(value, functools.cached_property | functools.partialmethod | functools.partial):
+        around = [value.func]
+    else:
+        around = [_instance_attributes(value).get("__wrapped__")]
+    for inner in around:
+        yield from _functions_in(inner, depth - 1)
+
+
+def _instance_attributes(value: Any) -> Mapping[str, Any]:
+    try:
+        attributes = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return attributes if isinstance(attributes, Mapping) else {}
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # an empty cell
+        return None
+
+
+def _looked_up(kind: type, name: str) -> Any:
+    for base in kind.__mro__:
+        value = base.__dict__.get(name, _ABSENT)
+        if value is not _ABSENT:
+            return value
+    return _ABSENT

@@ -18,20 +18,18 @@ from unittest.mock import patch
 from torch import nn
 
 from mirrorc.torch_internals.tracing.source_names import SourceWords, source_words
-from mirrorc.torch_internals.tracing.traced_containers import (
-    ChangedContainer,
-    MadeContainer,
-    changed_containers,
-    made_container,
-)
 from mirrorc.torch_internals.tracing.tracked_values import (
     MISSING,
+    ChangedContainer,
+    MadeContainer,
     attribute_of,
+    changed_containers,
     changed_items,
     content_of,
     evaluated,
     is_same,
     items_of,
+    made_container,
     replace_items,
     source_name,
     stand_in,
@@ -66,9 +64,8 @@ class PythonWrite:
     @property
     def is_read_by_changing(self) -> bool:
         """True for a generator or an iterator: a read changes it."""
-        return (
-            self.parts == ("[",) and not isinstance(self.owner, list | dict | set | deque) and self.owner is not MISSING
-        )
+        is_collection = isinstance(self.owner, list | dict | set | deque)
+        return self.parts == ("[",) and not is_collection and self.owner is not MISSING
 
     @property
     def can_be_applied(self) -> bool:

@@ -15,14 +15,8 @@ from torch import nn
 _HOOKS = {"_forward_hooks": "forward hook", "_forward_pre_hooks": "forward pre-hook"}
 _HOOKS_OF_ALL = {f"_global{table}": kind for table, kind in _HOOKS.items()}
 _NOT_SPOKEN_OF = (
-    "__dict__",
-    "__func__",
-    "__closure__",
-    "__defaults__",
-    "__kwdefaults__",
-    "_parameters",
-    "_buffers",
-    "_modules",
+    *("__dict__", "__func__", "__closure__", "__defaults__", "__kwdefaults__"),
+    *("_parameters", "_buffers", "_modules"),
 )
 
 
@@ -145,10 +139,8 @@ class _Reader(ast.NodeTransformer):
     def _variable(self, node: ast.Subscript) -> str | None:
         match node:
             case ast.Subscript(ast.Attribute(function, "__defaults__"), ast.Constant(int(index))):
-                code, defaults = (
-                    _code_of(self._value(function)),
-                    getattr(self._value(function), "__defaults__", None) or (),
-                )
+                value = self._value(function)
+                code, defaults = _code_of(value), getattr(value, "__defaults__", None) or ()
                 names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
             case ast.Subscript(ast.Attribute(function, "args"), ast.Constant(int(index))):
                 partial = self._value(function)
@@ -208,8 +200,4 @@ def _code_of(function: Any) -> Any:
         function = function.func
     if not hasattr(function, "__code__"):
         function = getattr(type(function), "forward" if isinstance(function, nn.Module) else "__call__", None)
-    return getattr(function, "__code__", _nothing.__code__)
-
-
-def _nothing() -> None:
-    pass
+    return getattr(function, "__code__", (lambda: None).__code__)

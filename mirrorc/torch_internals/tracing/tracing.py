@@ -12,19 +12,23 @@ import re
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from mirrorc.torch_internals.aot.export_cleanup import no_states_of_gpus, ordered_linalg_checks, remove_effect_tokens
-from mirrorc.torch_internals.aot.joint_graph import JointGraph
-from mirrorc.torch_internals.fx.graphs import lazy_graph_modules
-from mirrorc.torch_internals.numbers.drawn_numbers import taken_draws
-from mirrorc.torch_internals.numbers.host_numbers import NumbersGivenUp
+from mirrorc.torch_internals.aot.joint_graph import (
+    JointGraph,
+    no_states_of_gpus,
+    ordered_linalg_checks,
+    remove_effect_tokens,
+)
+from mirrorc.torch_internals.fx.graphs import Decompositions, lazy_graph_modules
+from mirrorc.torch_internals.numbers.drawn_numbers import observed_cached_draws, observed_draws, taken_draws
 from mirrorc.torch_internals.numbers.number_tensors import BUFFER, take_numbers_as_tensors
-from mirrorc.torch_internals.numbers.number_trace import traced_numbers
+from mirrorc.torch_internals.numbers.number_trace import NumbersGivenUp, traced_numbers
 from mirrorc.torch_internals.symbols.symbolic_sizes import (
     SizesGivenUp,
     SizesOfArguments,
@@ -38,13 +42,12 @@ from mirrorc.torch_internals.tracing.dynamo_guards import (
     captured_output,
     guarded_descriptors,
     guarded_results,
+    metrics_if_heard,
     scope_of_guards,
     traced_globals,
 )
-from mirrorc.torch_internals.tracing.graph_inputs import read_variables_from_module
-from mirrorc.torch_internals.tracing.metrics import metrics_if_heard
+from mirrorc.torch_internals.tracing.graph_interface import read_variables_from_module
 from mirrorc.torch_internals.tracing.python_effects import PythonEffects, observed_effects, reported_functions
-from mirrorc.torch_internals.tracing.random_draws import observed_cached_draws, observed_draws
 from mirrorc.torch_internals.tracing.source_names import source_words
 
 
@@ -181,36 +184,26 @@ def _logging_methods() -> set[Callable[..., Any]]:
     return {getattr(logging.Logger, name) for name in names if hasattr(logging.Logger, name)}
 
 
-def export_joint_graph(
-    stack: contextlib.ExitStack,
+def export_graph(
+    stack: ExitStack,
     traced: fx.GraphModule,
     leaves: Sequence[torch.Tensor],
-    decompositions: Mapping[Any, Callable[..., Any]],
+    decompositions: Decompositions,
     outputs: Sequence[str] = (),
+    *,
+    trains: bool = True,
 ) -> JointGraph:
-    joint, (loss, *others) = _exported(stack, traced, leaves, decompositions)
-    joint.loss, joint.outputs = loss, dict(zip(outputs, others, strict=True))
-    return joint
-
-
-def export_forward_graph(
-    stack: contextlib.ExitStack,
-    traced: fx.GraphModule,
-    leaves: Sequence[torch.Tensor],
-    decompositions: Mapping[Any, Callable[..., Any]],
-    outputs: Sequence[str],
-) -> JointGraph:
-    with torch.no_grad():
+    """A graph of forward and backward, whose first result is the loss; of forward alone unless ``trains``."""
+    with contextlib.nullcontext() if trains else torch.no_grad():
         joint, nodes = _exported(stack, traced, leaves, decompositions)
+    if trains:
+        joint.loss, *nodes = nodes
     joint.outputs = dict(zip(outputs, nodes, strict=True))
     return joint
 
 
 def _exported(
-    stack: contextlib.ExitStack,
-    traced: fx.GraphModule,
-    leaves: Sequence[torch.Tensor],
-    decompositions: Mapping[Any, Callable[..., Any]],
+    stack: ExitStack, traced: fx.GraphModule, leaves: Sequence[torch.Tensor], decompositions: Decompositions
 ) -> tuple[JointGraph, list[fx.Node]]:
     from torch._functorch._aot_autograd import descriptors as d
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
@@ -219,9 +212,8 @@ def _exported(
     arguments = [known.get(leaf, tensor) for leaf, tensor in enumerate(leaves)]
     stack.enter_context(no_states_of_gpus())
     with ordered_linalg_checks(), lazy_graph_modules():
-        exported = aot_export_joint_with_descriptors(
-            stack, traced, tuple(arguments), decompositions=dict(decompositions)
-        )
+        table = dict(decompositions)
+        exported = aot_export_joint_with_descriptors(stack, traced, tuple(arguments), decompositions=table)
     graph_module = exported.graph_module
     remove_effect_tokens(graph_module)
     output = next(node for node in graph_module.graph.nodes if node.op == "output")
@@ -305,6 +297,5 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 def _mirrorcs_folders() -> tuple[str, ...]:
     """In a checkout, passes and runtime lie beside mirrorc."""
     specs = (importlib.util.find_spec(name) for name in ("mirrorc", "mirrorc.passes", "mirrorc.runtime"))
-    return tuple(
-        f"{folder}{os.sep}" for spec in specs if spec is not None for folder in spec.submodule_search_locations or ()
-    )
+    folders = (folder for spec in specs if spec is not None for folder in spec.submodule_search_locations or ())
+    return tuple(f"{folder}{os.sep}" for folder in folders)

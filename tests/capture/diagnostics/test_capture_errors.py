@@ -54,11 +54,7 @@ CASES: list[tuple[nn.Module, Any, tuple[str, ...]]] = [
         F.cross_entropy,
         ("MC2103: Linear or its loss raised", "at:   the loss\n", "that the loss takes"),
     ),
-    (
-        nn.Linear(4, 3),
-        nn.CrossEntropyLoss(),
-        ("at:   the loss (CrossEntropyLoss)\n", "try loss_fn("),
-    ),
+    (nn.Linear(4, 3), nn.CrossEntropyLoss(), ("at:   the loss (CrossEntropyLoss)\n", "try loss_fn(")),
     (nn.Linear(4, 1), own_loss, ("test_capture_errors.py:", "torch.ones(9)", LINE)),
     (
         nn.Sequential(Block(), Block(5)),
@@ -95,10 +91,7 @@ CASES: list[tuple[nn.Module, Any, tuple[str, ...]]] = [
 
 def test_a_wrong_batch_is_told_with_its_module_or_line() -> None:
     for model, loss_fn, words in CASES:
-        with (
-            sgd_step(model, 2, loss_fn=loss_fn) as step,
-            pytest.raises(CaptureError) as refused,
-        ):
+        with sgd_step(model, 2, loss_fn=loss_fn) as step, pytest.raises(CaptureError) as refused:
             step(torch.ones(4, 4), target=torch.ones(4, 1))
         text = str(refused.value)
         assert all(word in text for word in words), f"{words} of {text}"

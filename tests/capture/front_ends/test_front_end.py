@@ -16,8 +16,13 @@ from torch.nn import functional as F
 import mirrorc
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.dynamo.dynamo_front_end import DynamoFrontEnd
-from mirrorc.capture.front_ends.fallback import ladder_named
-from mirrorc.capture.front_ends.front_end import Traced, front_end_named, register_front_end, unregister_front_end
+from mirrorc.capture.front_ends.front_end import (
+    Traced,
+    front_end_named,
+    ladder_named,
+    register_front_end,
+    unregister_front_end,
+)
 from mirrorc.options.table import grouped
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes

@@ -6,14 +6,19 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
+from torch._decomp.decompositions_for_rng import PhiloxStateTracker
+from torch._functorch import config
+from torch.utils.checkpoint import CheckpointPolicy
 from traced_graphs import Small
 
 from mirrorc import torch_internals as internals
+from mirrorc.torch_internals import checkpoint_tag, export_graph, trace_full_graph
+from mirrorc.torch_internals.aot.joint_graph import no_states_of_gpus
 
 
 def joint_of(module: nn.Module, *leaves: torch.Tensor) -> internals.JointGraph:
     with contextlib.ExitStack() as stack:
-        return internals.export_joint_graph(stack, internals.trace_full_graph(module, leaves), leaves, {})
+        return internals.export_graph(stack, internals.trace_full_graph(module, leaves), leaves, {})
 
 
 def test_export_joint_graph_says_what_every_input_and_output_is() -> None:
@@ -92,7 +97,7 @@ def test_a_graph_reads_variables_of_other_modules_from_its_own_and_writes_them_t
     assert {one.root for one in found} == {other, None}
     paths = internals.read_from_module(traced, "elsewhere", [one.tensor for one in found])
     with contextlib.ExitStack() as stack:
-        joint = internals.export_joint_graph(stack, traced, leaves, {})
+        joint = internals.export_graph(stack, traced, leaves, {})
     assert set(paths) <= set(joint.variable_of.values()) and not set(paths) & set(joint.gradients)
     written = {one.words for path, one in zip(paths, found, strict=True) if path in joint.buffer_writes}
     assert written == {f"other.0.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
@@ -145,7 +150,7 @@ def test_export_forward_graph_has_no_backward() -> None:
     x = torch.randn(4, 3)
     with contextlib.ExitStack() as stack, torch.no_grad():
         traced = internals.trace_full_graph(Normalized(), (x,))
-        graph = internals.export_forward_graph(stack, traced, (x,), {}, ("loss", "outputs"))
+        graph = internals.export_graph(stack, traced, (x,), {}, ("loss", "outputs"), trains=False)
     assert graph.tangent is None and graph.loss is None and not graph.gradients
     assert list(graph.outputs) == ["loss", "outputs"]
     assert set(graph.buffer_writes) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
@@ -171,5 +176,68 @@ def test_export_leaves_the_users_modules_alone() -> None:
     module, leaves = Sums(), (torch.ones(2, 3),)
     traced = internals.trace_full_graph(module, leaves)
     with contextlib.ExitStack() as stack:
-        internals.export_joint_graph(stack, traced, leaves, {torch.ops.aten.sum.default: observed})
+        internals.export_graph(stack, traced, leaves, {torch.ops.aten.sum.default: observed})
     assert seen and set(seen) == {nn.Parameter}
+
+
+def tagged(**meta: object) -> fx.Node:
+    node = fx.Graph().call_function(torch.sin, ())
+    node.meta.update(meta)
+    return node
+
+
+def test_a_tag_has_the_number_of_its_checkpoint_and_what_the_policy_says() -> None:
+    assert checkpoint_tag(tagged()) is None
+    assert checkpoint_tag(tagged(recompute=CheckpointPolicy.PREFER_RECOMPUTE, ac_graph_id=3)) == (3, False)
+    assert checkpoint_tag(tagged(recompute=CheckpointPolicy.MUST_RECOMPUTE, ac_graph_id=3)) == (3, False)
+    assert checkpoint_tag(tagged(recompute=CheckpointPolicy.MUST_SAVE, ac_graph_id=4)) == (4, True)
+    assert checkpoint_tag(tagged(recompute=CheckpointPolicy.PREFER_SAVE, ac_graph_id=4)) == (4, True)
+
+
+@pytest.mark.skipif(not hasattr(CheckpointPolicy, "MUST_CPU_OFFLOAD"), reason="this torch has no such policy")
+def test_a_policy_that_moves_values_is_told() -> None:
+    with pytest.raises(ValueError, match="MUST_CPU_OFFLOAD"):
+        checkpoint_tag(tagged(recompute=CheckpointPolicy.MUST_CPU_OFFLOAD, ac_graph_id=4))
+
+
+class Inverts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 16)
+
+    def forward(self, *leaves: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.inv(self.layer(leaves[0]).view(-1, 4, 4)).sum()
+
+
+def test_a_check_of_linear_algebra_becomes_an_assert_and_tokens_go() -> None:
+    x = torch.randn(2, 4)
+    with contextlib.ExitStack() as stack:
+        joint = export_graph(stack, trace_full_graph(Inverts(), (x,)), (x,), {})
+    graph = joint.graph_module.graph
+    assert "with_effects" not in str(graph)
+    assert len(graph.find_nodes(op="placeholder")) == 4, "two parameters, the batch and the tangent"
+    (check,) = graph.find_nodes(op="call_function", target=torch.ops.aten._assert_async.msg)
+    assert "linalg.inv" in check.args[1]
+    assert all("val" in node.meta for node in check.all_input_nodes)
+    assert joint.gradients.keys() == {"layer.weight", "layer.bias"} and joint.loss.target is torch.ops.aten.sum.default
+    graph.lint()
+
+
+def test_no_tensor_is_made_in_the_block_and_those_of_others_are_made_behind_it() -> None:
+    with no_states_of_gpus(), PhiloxStateTracker():
+        assert PhiloxStateTracker.fwd_state.seed is None
+    with PhiloxStateTracker():
+        assert PhiloxStateTracker.fwd_state.seed.numel() == 0
+
+
+def test_they_are_made_where_graphs_have_them() -> None:
+    with config.patch(functionalize_rng_ops=True), no_states_of_gpus(), PhiloxStateTracker():
+        assert PhiloxStateTracker.fwd_state.seed.numel() == 0
+
+
+def test_an_export_and_the_end_of_its_contexts_make_none() -> None:
+    leaves = (torch.ones(2, 3), torch.ones(1))
+    with contextlib.ExitStack() as stack:
+        internals.export_graph(stack, internals.trace_full_graph(Small(), leaves), leaves, {})
+        assert PhiloxStateTracker.fwd_state.seed is None
+    assert PhiloxStateTracker.fwd_state.seed is None

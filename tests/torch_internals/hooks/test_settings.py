@@ -17,9 +17,11 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
     register_module_full_backward_hook,
 )
+from torch.nn.utils import parametrize
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mirrorc import torch_internals as internals
+from mirrorc.torch_internals import caches_parametrizations, parametrization_cache
 from mirrorc.user.optimizer_kinds import ELEMENTWISE
 
 
@@ -424,3 +426,18 @@ def test_transforms_are_seen_from_within() -> None:
     y.register_hook(lambda gradient: seen.append(internals.runs_transform(gradient)))
     torch.autograd.grad(y, x, torch.ones(3, 2), is_grads_batched=True)
     assert seen[-1]
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: nn.Parameter) -> nn.Parameter:
+        return weight * 2
+
+
+def test_a_cache_is_seen_and_replaced() -> None:
+    layer = parametrize.register_parametrization(nn.Linear(2, 2), "weight", Doubled())
+    before = parametrization_cache()
+    assert not caches_parametrizations()
+    with parametrize.cached():
+        assert caches_parametrizations() and layer.weight is layer.weight
+        assert parametrization_cache() is before and len(before) == 1
+    assert not caches_parametrizations() and parametrization_cache() is not before
