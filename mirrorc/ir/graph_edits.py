@@ -33,12 +33,7 @@ def copy_into(graph: fx.Graph, source: fx.Graph) -> Any:
 
 
 def copy_node(
-    graph: fx.Graph,
-    node: fx.Node,
-    values: Mapping[fx.Node, fx.Node],
-    *,
-    name: str | None = None,
-    **more: Any,
+    graph: fx.Graph, node: fx.Node, values: Mapping[fx.Node, fx.Node], *, name: str | None = None, **more: Any
 ) -> fx.Node:
     args: Any = node.args
     kwargs: Any = node.kwargs

@@ -224,9 +224,8 @@ def _make(name: str, options: Mapping[str, Any], known: Mapping[str, Callable[..
         raise ValueError(f"MC4004: making the pass {name!r} failed: {type(error).__name__}: {error}") from error
     if isinstance(made, type) or not isinstance(made, Pass):
         raise ValueError(
-            f"MC4004: {name!r} gives a {type(made).__qualname__}, which is no pass: a pass has name, "
-            "input_stage, output_stage and "
-            "run(program)"
+            f"MC4004: {name!r} gives a {type(made).__qualname__}, which is no pass: a pass has name, input_stage, "
+            "output_stage and run(program)"
         )
     return made
 

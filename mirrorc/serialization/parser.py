@@ -249,13 +249,7 @@ class _GraphReader:
             self._set_type(node, match[2], match.start(2))
 
     def _add(
-        self,
-        number: int,
-        name: str,
-        op: str,
-        target: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, number: int, name: str, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> fx.Node:
         node = add_node(self._graph, op, target, args, kwargs, identifier(name, "its name"))
         if node.name != name:

@@ -34,16 +34,7 @@ __all__ = [
 ALGORITHMS: Mapping[str, type[AllReduceAlgorithm]] = MappingProxyType(
     {
         algorithm().name: algorithm
-        for algorithm in (
-            Native,
-            ReduceToOne,
-            HierarchicalCopy,
-            Ring,
-            HalvingDoubling,
-            Tree,
-            RoundRobin,
-            Auto,
-        )
+        for algorithm in (Native, ReduceToOne, HierarchicalCopy, Ring, HalvingDoubling, Tree, RoundRobin, Auto)
     }
 )
 """All algorithms by name, as in ``algorithm`` of `mirrorc.Communication`."""

@@ -51,10 +51,5 @@ def sketched(
         launches.append(put(ops.all_reduce, *packs, bucket=bucket, op="sum", link=link))
     for bucket, launch in enumerate(launches):
         for replica in range(num_devices):
-            put(
-                ops.update,
-                put(ops.wait, launch, bucket=bucket, replica=replica),
-                bucket=bucket,
-                replica=replica,
-            )
+            put(ops.update, put(ops.wait, launch, bucket=bucket, replica=replica), bucket=bucket, replica=replica)
     return algorithm.run(program)

@@ -134,9 +134,8 @@ class ClipGradients:
         beyond = [bucket.rule.group for bucket in program.buckets if bucket.rule.group >= num_groups]
         if beyond:
             raise PassError(
-                f"MC4003: max_norm has {counted(num_groups, 'number')}, but the optimizer has a group "
-                f"{max(beyond)}: give a number, or "
-                "None, for each group"
+                f"MC4003: max_norm has {counted(num_groups, 'number')}, but the optimizer has a group {max(beyond)}: "
+                "give a number, or None, for each group"
             )
 
 

@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mirrorc.analysis.cost.link_speed import (
-    LinkSpeed,
-    Messages,
-    ring_all_gather,
-    ring_all_reduce,
-    ring_all_to_all,
-)
+from mirrorc.analysis.cost.link_speed import LinkSpeed, Messages, ring_all_gather, ring_all_reduce, ring_all_to_all
 from mirrorc.ir.links import Link
 
 

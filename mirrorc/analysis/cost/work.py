@@ -42,10 +42,7 @@ def seconds_of_operator(node: fx.Node, machine: Machine) -> float:
     moved = _num_bytes(node.meta.get("val")) + sum(
         _num_bytes(source.meta.get("val")) for source in node.all_input_nodes
     )
-    return max(
-        _num_multiplications(node) * machine.seconds_per_multiplication,
-        moved * machine.seconds_per_byte,
-    )
+    return max(_num_multiplications(node) * machine.seconds_per_multiplication, moved * machine.seconds_per_byte)
 
 
 def _num_multiplications(node: fx.Node) -> float:

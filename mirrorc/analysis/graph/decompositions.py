@@ -57,10 +57,7 @@ def gelu_backward(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 DECOMPOSITIONS: Mapping[Any, Callable[..., torch.Tensor]] = MappingProxyType(
-    {
-        aten.gelu.default: gelu,
-        aten.gelu_backward.default: gelu_backward,
-    }
+    {aten.gelu.default: gelu, aten.gelu_backward.default: gelu_backward}
 )
 """By operator, equivalent functions of its tensors without tanh, for nodes with `is_tanh_gelu`."""
 

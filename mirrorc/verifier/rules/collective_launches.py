@@ -19,14 +19,7 @@ from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, is_region_call, or
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.routes import replica_at
 from mirrorc.torch_internals import writes_argument
-from mirrorc.verifier.rules.programs import (
-    Violation,
-    last_of_bucket,
-    say,
-    say_pack,
-    scopes,
-    written_buckets,
-)
+from mirrorc.verifier.rules.programs import Violation, last_of_bucket, say, say_pack, scopes, written_buckets
 from mirrorc.verifier.rules.rule import Order, rule
 
 
