@@ -17,19 +17,9 @@ from mirrorc.passes.all_reduce.traffic import Held, Traffic
 from mirrorc.passes.all_reduce.tree import Tree
 
 __all__ = [
-    "ALGORITHMS",
-    "AllReduceAlgorithm",
-    "Auto",
-    "HalvingDoubling",
-    "Held",
-    "HierarchicalCopy",
-    "Native",
-    "ReduceToOne",
-    "Ring",
-    "RoundRobin",
-    "Traffic",
-    "Tree",
-]
+    "ALGORITHMS", "AllReduceAlgorithm", "Auto", "HalvingDoubling", "Held", "HierarchicalCopy", "Native",
+    "ReduceToOne", "Ring", "RoundRobin", "Traffic", "Tree",
+]  # fmt: skip
 
 ALGORITHMS: Mapping[str, type[AllReduceAlgorithm]] = MappingProxyType(
     {

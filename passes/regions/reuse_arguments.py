@@ -22,23 +22,11 @@ from mirrorc.torch_internals import lazy_graph_module, storage_bytes_now
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-_ELEMENTWISE = frozenset(
-    {
-        aten.add.Tensor,
-        aten.sub.Tensor,
-        aten.mul.Tensor,
-        aten.div.Tensor,
-        aten.neg.default,
-        aten.exp.default,
-        aten.sigmoid.default,
-        aten.tanh.default,
-        aten.where.self,
-        aten.alias.default,
-        aten.le.Scalar,
-        aten.gt.Scalar,
-        prims.convert_element_type.default,
-    }
-)
+_ELEMENTWISE = frozenset({
+    aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.neg.default, aten.exp.default,
+    aten.sigmoid.default, aten.tanh.default, aten.where.self, aten.alias.default, aten.le.Scalar, aten.gt.Scalar,
+    prims.convert_element_type.default,
+})  # fmt: skip
 """Operators that may run in place: each element of the result depends on one element of each operand."""
 
 _INTO_SLOTS = frozenset({out_products.mm_into, out_products.addmm_into, out_products.add_rows_into})

@@ -13,7 +13,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, calls_to, is_computed, pack_of, replica_of
 from mirrorc.ir.program import Accumulation, Program, Stage
 from mirrorc.ir.routes import replica_at
-from mirrorc.verifier.rules.programs import Violation, last_of_bucket, say_pack, scopes
+from mirrorc.verifier.rules.programs import Violation, calls, last_of_bucket, say_pack, scopes
 from mirrorc.verifier.rules.rule import rule
 
 
@@ -23,9 +23,8 @@ def gradients_are_accumulated_once(program: Program) -> Iterator[Violation]:
     and communicates nothing. No other program adds to the accumulated gradients.
     """
     yield from _wrong_uses(program, ops.accumulate, Accumulation.ADDS)
-    for where, graph, _ in scopes(program) if program.accumulates else ():
-        for node in calls_to(graph, *ops.COLLECTIVES, ops.send, ops.recv):
-            yield Violation(f"{node.name} on {where(replica_of(node))} communicates: the program accumulates", node)
+    for where, node in calls(program, *ops.COLLECTIVES, ops.send, ops.recv) if program.accumulates else ():
+        yield Violation(f"{node.name} on {where(replica_of(node))} communicates: the program accumulates", node)
 
 
 @rule(since=Stage.PACKED)
@@ -34,13 +33,12 @@ def accumulated_gradients_are_added_once(program: Program) -> Iterator[Violation
     and nothing else uses that bucket. No other program reads the accumulated gradients.
     """
     yield from _wrong_uses(program, ops.add_accumulated, Accumulation.ENDS)
-    for where, graph, _ in scopes(program) if program.accumulation is Accumulation.ENDS else ():
-        for pack in calls_to(graph, ops.pack):
-            for taker, value in _takers(pack):
-                yield Violation(
-                    f"{taker.name} on {where(replica_of(pack))} takes {value.name} without the gradients that are accumulated",
-                    taker,
-                )
+    for where, pack in calls(program, ops.pack) if program.accumulation is Accumulation.ENDS else ():
+        for taker, value in _takers(pack):
+            yield Violation(
+                f"{taker.name} on {where(replica_of(pack))} takes {value.name} without the gradients that are accumulated",
+                taker,
+            )
 
 
 @rule(since=Stage.UPDATED)

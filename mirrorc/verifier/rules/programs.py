@@ -10,7 +10,7 @@ from torch import fx
 
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket, Pack
-from mirrorc.ir.nodes import bucket_of, name_of, pack_of, replica_of
+from mirrorc.ir.nodes import bucket_of, calls_to, name_of, pack_of, replica_of
 from mirrorc.ir.program import Program
 
 
@@ -29,6 +29,11 @@ def scopes(program: Program) -> Iterator[tuple[Callable[[int | None], str], fx.G
         yield lambda replica: str(program.devices[replica or 0]), program.graph, list(range(program.num_replicas))
     for name, module in program.device_graphs.items():
         yield lambda _, name=name: name, module.graph, [None]  # type: ignore[misc]
+
+
+def calls(program: Program, *targets: Callable[..., Any]) -> Iterator[tuple[Callable[[int | None], str], fx.Node]]:
+    """Yields the calls of operations in `scopes`, and the function that names a replica."""
+    return ((where, node) for where, graph, _ in scopes(program) for node in calls_to(graph, *targets))
 
 
 def losses_of(graph: fx.Graph) -> list[fx.Node]:

@@ -12,7 +12,7 @@ from mirrorc.analysis.gradients.factored_gradients import stays_factored
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, calls_to, pack_of, replica_of
 from mirrorc.ir.program import Program, Stage
-from mirrorc.verifier.rules.programs import Violation, say, scopes
+from mirrorc.verifier.rules.programs import Violation, calls, say, scopes
 from mirrorc.verifier.rules.rule import rule
 
 _TAKE_ROWS = (
@@ -27,23 +27,22 @@ def rows_stay_rows(program: Program) -> Iterator[Violation]:
     """For a table with a row-wise optimizer, replicas pack the gradient as rows and indices. These are gathered and never
     summed to a whole gradient, because the optimizer also updates rows with a gradient of zero.
     """
-    for where, graph, _ in scopes(program):
-        for node in calls_to(graph, ops.pack, *_ADDS_WHOLE):
-            if not program.buckets[bucket_of(node)].rule.takes_rows:
-                continue
-            if node.target is not ops.pack:
-                yield Violation(f"{say(node)} adds up a whole gradient, of which the optimizer takes rows", node)
-            for user in node.users if node.target is ops.pack else ():
-                if user.op != "output" and user.target not in _TAKE_ROWS:
-                    yield Violation(f"{user.name} takes {node.name} whole, of which the optimizer takes rows", user)
-            for gradient in node.all_input_nodes if node.target is ops.pack else ():
-                if gradient.target is not ops.index_add or not stays_factored(gradient):
-                    place = where(replica_of(node))
-                    yield Violation(
-                        f"{node.name} on {place} packs {gradient.name}, which are no rows and indices, of which the optimizer "
-                        "takes rows",
-                        node,
-                    )
+    for where, node in calls(program, ops.pack, *_ADDS_WHOLE):
+        if not program.buckets[bucket_of(node)].rule.takes_rows:
+            continue
+        if node.target is not ops.pack:
+            yield Violation(f"{say(node)} adds up a whole gradient, of which the optimizer takes rows", node)
+        for user in node.users if node.target is ops.pack else ():
+            if user.op != "output" and user.target not in _TAKE_ROWS:
+                yield Violation(f"{user.name} takes {node.name} whole, of which the optimizer takes rows", user)
+        for gradient in node.all_input_nodes if node.target is ops.pack else ():
+            if gradient.target is not ops.index_add or not stays_factored(gradient):
+                place = where(replica_of(node))
+                yield Violation(
+                    f"{node.name} on {place} packs {gradient.name}, which are no rows and indices, of which the optimizer "
+                    "takes rows",
+                    node,
+                )
 
 
 @rule(since=Stage.REDUCED)
@@ -70,22 +69,21 @@ def stored_rows_are_those_of_the_step(program: Program) -> Iterator[Violation]:
     """Rows may be stored from an update only if the optimizer writes no others. Every replica that stores them has
     gathered the gradient, and so has the rows' indices.
     """
-    for where, graph, _ in scopes(program):
-        for node in calls_to(graph, ops.updated_rows, ops.store_rows):
-            index, (value, gradient) = bucket_of(node), cast("tuple[fx.Node, fx.Node]", node.args)
-            here = f"{node.name} on {where(replica_of(node))}"
-            if not program.buckets[index].rule.writes_rows:
-                yield Violation(f"{here} takes rows for bucket {index}, of which the optimizer may write others", node)
-            if node.target is ops.updated_rows:
-                step = _step_of(value, index)
-                if step is None:
-                    yield Violation(f"{here} is given {value.name}, which no step has made of bucket {index}", node)
-                elif gradient not in step.all_input_nodes:
-                    yield Violation(f"{here} takes the rows of {gradient.name}, which {step.name} was not given", node)
-            elif not _is_gathered(gradient, index):
-                yield Violation(
-                    f"{here} stores the rows of {gradient.name}, which is not gathered for bucket {index}", node
-                )
+    for where, node in calls(program, ops.updated_rows, ops.store_rows):
+        index, (value, gradient) = bucket_of(node), cast("tuple[fx.Node, fx.Node]", node.args)
+        here = f"{node.name} on {where(replica_of(node))}"
+        if not program.buckets[index].rule.writes_rows:
+            yield Violation(f"{here} takes rows for bucket {index}, of which the optimizer may write others", node)
+        if node.target is ops.updated_rows:
+            step = _step_of(value, index)
+            if step is None:
+                yield Violation(f"{here} is given {value.name}, which no step has made of bucket {index}", node)
+            elif gradient not in step.all_input_nodes:
+                yield Violation(f"{here} takes the rows of {gradient.name}, which {step.name} was not given", node)
+        elif not _is_gathered(gradient, index):
+            yield Violation(
+                f"{here} stores the rows of {gradient.name}, which is not gathered for bucket {index}", node
+            )
 
 
 def _step_of(value: fx.Node, index: int) -> fx.Node | None:

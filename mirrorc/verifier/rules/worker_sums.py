@@ -14,7 +14,7 @@ from mirrorc.ir.nodes import bucket_of, calls_to, pack_of, replica_of
 from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.ir.routes import replica_at
 from mirrorc.ir.type_rules import gives_shares
-from mirrorc.verifier.rules.programs import Violation, last_of_bucket, say, scopes
+from mirrorc.verifier.rules.programs import Violation, calls, last_of_bucket, say, scopes
 from mirrorc.verifier.rules.rule import Order, rule
 
 
@@ -92,19 +92,16 @@ def workers_send_their_factors(program: Program) -> Iterator[Violation]:
     """A gather of factors takes each replica's own packed bucket, with all gradients left as the factors that all
     workers send. A replica without examples packs none.
     """
-    for where, graph, _ in scopes(program):
-        for node in calls_to(graph, ops.gather_factors):
-            sent = program.buckets[bucket_of(node)].sent_factors
-            for source in node.all_input_nodes:
-                place = f"{say(node)} is given {source.name} on {where(replica_of(source))}"
-                if source.target is not ops.pack or bucket_of(source) != bucket_of(node):
-                    yield Violation(f"{place}, which is not that bucket as it was packed", node)
-                    continue
-                for gradient, factors in zip(source.all_input_nodes, sent, strict=False):
-                    if gradient.target not in ops.FACTORED or packed_factors(gradient) != factors:
-                        yield Violation(
-                            f"{place}, in which {gradient.name} is not left as the factors that are sent", node
-                        )
+    for where, node in calls(program, ops.gather_factors):
+        sent = program.buckets[bucket_of(node)].sent_factors
+        for source in node.all_input_nodes:
+            place = f"{say(node)} is given {source.name} on {where(replica_of(source))}"
+            if source.target is not ops.pack or bucket_of(source) != bucket_of(node):
+                yield Violation(f"{place}, which is not that bucket as it was packed", node)
+                continue
+            for gradient, factors in zip(source.all_input_nodes, sent, strict=False):
+                if gradient.target not in ops.FACTORED or packed_factors(gradient) != factors:
+                    yield Violation(f"{place}, in which {gradient.name} is not left as the factors that are sent", node)
 
 
 def _offered(program: Program, parts: BucketParts, node: fx.Node, source: fx.Node, where: str) -> Iterator[Violation]:
