@@ -73,7 +73,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from mirrorc.analysis.communication.worker_schedule import schedule_hash
+from mirrorc.analysis.communication.worker_meetings import schedule_hash
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import region_calls, region_of, region_title
 from mirrorc.ir.program import Accumulation, Program, Region, Stage

@@ -8,6 +8,7 @@ import io
 import itertools
 import os
 import re
+import secrets
 import sys
 import zipfile
 import zlib
@@ -21,7 +22,6 @@ from mirrorc.messages.wording import as_single_line
 from mirrorc.serialization.parser import parse_program
 from mirrorc.serialization.printer import VERSION, complete_text
 from mirrorc.serialization.text_error import TextError, UnknownOperatorError
-from mirrorc.serialization.whole_file import write_whole
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _VERSION = re.compile(r"# complete form (\d{1,9}) · mirrorc ([\w.+-]{1,40}) · torch ([\w.+-]{1,40})")
@@ -160,3 +160,22 @@ def _decompressed(encoded: bytes) -> bytes:
             f"it decompresses to more than {most >> 20} MiB, which no program of {len(encoded)} bytes does"
         )
     return content
+
+
+def write_whole(path: str | os.PathLike[str], content: bytes) -> Path:
+    """Writes a file, compressed if its name ends in ``.gz``. After an error, an earlier file stays. Creates missing
+    folders.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.parent / f".mirrorc-{secrets.token_hex(4)}"
+    try:
+        unfinished.write_bytes(gzip.compress(content, mtime=0) if target.suffix == ".gz" else content)
+        unfinished.replace(target)
+    except OSError as error:  # it names a temporary file, which the user does not know
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(target)) from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return target

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
-from mirrorc.analysis.graph.aliases import origins, viewed
+from mirrorc.analysis.graph.aliases import origins, shared_by, viewed
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import is_region_call, region_of
-from mirrorc.ir.program import Program
+from mirrorc.ir.nodes import is_compute, is_region_call, region_of
+from mirrorc.ir.program import Program, Region
 from mirrorc.torch_internals import sizes_key
 
 aten = torch.ops.aten
@@ -106,3 +107,20 @@ def _numbers(body: fx.Graph) -> dict[fx.Node, int]:
 def _type(node: fx.Node) -> Any:
     value = node.meta.get("val")
     return (value.dtype, sizes_key(value.shape)) if isinstance(value, torch.Tensor) else None
+
+
+def last_reader(part: fx.Node, regions: Mapping[str, Region]) -> fx.Node | None:
+    """None if there is no reader; if a reader may return a view of ``part``; or if it is neither a region call nor a
+    torch operator.
+    """
+    readers: list[Any] = list(part.users)
+    return max(readers) if readers and all(_uses_up(reader, part, regions) for reader in readers) else None
+
+
+def _uses_up(reader: fx.Node, part: fx.Node, regions: Mapping[str, Region]) -> bool:
+    if not is_region_call(reader):
+        return is_compute(reader) and not shared_by(reader)
+    body = regions[region_of(reader)].graph_module.graph
+    placeholders = body.find_nodes(op="placeholder")
+    arguments = {placeholders[place] for place, source in enumerate(reader.args) if source is part}
+    return all(arguments.isdisjoint(origins(result)) for result in body.output_node().all_input_nodes)

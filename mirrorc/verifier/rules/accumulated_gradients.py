@@ -13,8 +13,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, calls_to, is_computed, pack_of, replica_of
 from mirrorc.ir.program import Accumulation, Program, Stage
 from mirrorc.ir.routes import replica_at
-from mirrorc.verifier.rules.programs import Violation, calls, last_of_bucket, say_pack, scopes
-from mirrorc.verifier.rules.rule import rule
+from mirrorc.verifier.rules.rule import Violation, calls, last_of_bucket, rule, say_pack, scopes
 
 
 @rule(since=Stage.UPDATED)

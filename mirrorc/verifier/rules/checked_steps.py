@@ -12,8 +12,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to, owners_of, replica_of
 from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.ir.routes import send_to
-from mirrorc.verifier.rules.programs import Violation, calls, scopes
-from mirrorc.verifier.rules.rule import Order, rule
+from mirrorc.verifier.rules.rule import Order, Violation, calls, rule, scopes
 
 
 @rule(since=Stage.REPLICATED)

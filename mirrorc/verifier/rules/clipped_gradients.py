@@ -25,8 +25,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to, owners_of, replica_of
 from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.messages.wording import numbered
-from mirrorc.verifier.rules.programs import Violation, calls, scopes
-from mirrorc.verifier.rules.rule import Order, rule
+from mirrorc.verifier.rules.rule import Order, Violation, calls, rule, scopes
 
 _CLIP_VALUE, _UNSCALE = ops.clip_value.__name__, "unscale"
 

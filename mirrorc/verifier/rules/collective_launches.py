@@ -19,8 +19,17 @@ from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, is_region_call, or
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.routes import replica_at
 from mirrorc.torch_internals import writes_argument
-from mirrorc.verifier.rules.programs import Violation, calls, last_of_bucket, say, say_pack, scopes, written_buckets
-from mirrorc.verifier.rules.rule import Order, rule
+from mirrorc.verifier.rules.rule import (
+    Order,
+    Violation,
+    calls,
+    last_of_bucket,
+    rule,
+    say,
+    say_pack,
+    scopes,
+    written_buckets,
+)
 
 
 @rule(since=Stage.REDUCED)

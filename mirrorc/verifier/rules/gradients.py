@@ -31,8 +31,7 @@ from mirrorc.ir.nodes import (
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.routes import replica_at
 from mirrorc.torch_internals import writes_argument
-from mirrorc.verifier.rules.programs import Violation, calls, say_pack, scopes
-from mirrorc.verifier.rules.rule import Scope, rule
+from mirrorc.verifier.rules.rule import Scope, Violation, calls, rule, say_pack, scopes
 
 
 @rule(since=Stage.CAPTURED)

@@ -14,8 +14,7 @@ from mirrorc.ir.nodes import calls_to, name_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.routes import replica_at
 from mirrorc.printing.printed_values import type_of
-from mirrorc.verifier.rules.programs import Violation, calls, scopes
-from mirrorc.verifier.rules.rule import Order, Scope, rule
+from mirrorc.verifier.rules.rule import Order, Scope, Violation, calls, rule, scopes
 
 _Meetings = dict[int, list[fx.Node]]
 

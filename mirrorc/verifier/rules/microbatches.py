@@ -16,8 +16,7 @@ from mirrorc.ir.gradient_forms import FORMS
 from mirrorc.ir.nodes import calls_to, region_calls, region_of, replica_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.routes import replica_at, replica_of_graph
-from mirrorc.verifier.rules.programs import Violation, calls, scopes
-from mirrorc.verifier.rules.rule import Order, rule
+from mirrorc.verifier.rules.rule import Order, Violation, calls, rule, scopes
 
 aten = torch.ops.aten
 _ADDING = (out_products.addmm_into, out_products.add_rows_into)

@@ -15,8 +15,7 @@ from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.routes import Route, route_of
 from mirrorc.ir.value_types import say_type, value_type
 from mirrorc.verifier.rules.meetings_of_replicas import tag_of_meeting
-from mirrorc.verifier.rules.programs import Violation, calls, say, scopes, tag
-from mirrorc.verifier.rules.rule import Order, rule
+from mirrorc.verifier.rules.rule import Order, Violation, calls, rule, say, scopes, tag
 
 _COMMIT = ("commit", 0)
 Step = tuple[str, fx.Node]  # a device, and a node of its program

@@ -9,8 +9,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket, Elements
 from mirrorc.ir.nodes import bucket_of, calls_to, replica_of
 from mirrorc.ir.program import Program, Property, Stage
-from mirrorc.verifier.rules.programs import Violation, calls, last_of_bucket, say, scopes, written_buckets
-from mirrorc.verifier.rules.rule import rule
+from mirrorc.verifier.rules.rule import Violation, calls, last_of_bucket, rule, say, scopes, written_buckets
 
 
 @rule(since=Stage.SCHEDULED)

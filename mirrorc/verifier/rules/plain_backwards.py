@@ -13,8 +13,7 @@ from mirrorc.analysis.gradients.eager_gradients import taken_gradients
 from mirrorc.custom_ops.eager_calls import take_gradient
 from mirrorc.ir.nodes import calls_to, is_region_call, region_of
 from mirrorc.ir.program import Program, Stage
-from mirrorc.verifier.rules.programs import Violation
-from mirrorc.verifier.rules.rule import rule
+from mirrorc.verifier.rules.rule import Violation, rule
 
 
 @rule(since=Stage.CAPTURED)

@@ -15,8 +15,7 @@ from mirrorc.ir.buckets import Pack
 from mirrorc.ir.nodes import calls_to, is_region_call, name_of, region_of, replica_of
 from mirrorc.ir.operation import Operation, operation_of
 from mirrorc.ir.program import Program, Stage
-from mirrorc.verifier.rules.programs import Violation
-from mirrorc.verifier.rules.rule import Order, Scope, rule
+from mirrorc.verifier.rules.rule import Order, Scope, Violation, rule
 
 
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)

@@ -16,18 +16,19 @@ from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, is_early, is_region_call, owners_of, replica_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.routes import replica_at, replica_of_graph
-from mirrorc.verifier.rules.programs import (
+from mirrorc.verifier.rules.rule import (
+    Order,
     Violation,
     calls,
     last_of_bucket,
     losses_of,
+    rule,
     say,
     scopes,
     tag,
     writes_variables,
     written_buckets,
 )
-from mirrorc.verifier.rules.rule import Order, rule
 
 _COMMIT = ("commit", 0)
 _STORES = (ops.store, ops.store_rows)

@@ -12,8 +12,7 @@ from mirrorc.analysis.gradients.factored_gradients import stays_factored
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, calls_to, pack_of, replica_of
 from mirrorc.ir.program import Program, Stage
-from mirrorc.verifier.rules.programs import Violation, calls, say, scopes
-from mirrorc.verifier.rules.rule import rule
+from mirrorc.verifier.rules.rule import Violation, calls, rule, say, scopes
 
 _TAKE_ROWS = (
     *(ops.all_gather, ops.gather_factors, ops.step_optimizer, ops.add_to_grad),

@@ -14,8 +14,7 @@ from mirrorc.ir.nodes import bucket_of, calls_to, pack_of, replica_of
 from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.ir.routes import replica_at
 from mirrorc.ir.type_rules import gives_shares
-from mirrorc.verifier.rules.programs import Violation, calls, last_of_bucket, say, scopes
-from mirrorc.verifier.rules.rule import Order, rule
+from mirrorc.verifier.rules.rule import Order, Violation, calls, last_of_bucket, rule, say, scopes
 
 
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)
