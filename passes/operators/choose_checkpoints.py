@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import fx
 
 from mirrorc.analysis.cost.work import seconds_of_graph
-from mirrorc.analysis.graph.backward import first_of_backward
+from mirrorc.analysis.graph.cuts import first_of_backward
 from mirrorc.analysis.memory.activation_peaks import MACHINE, JointTimeline, Peak
 from mirrorc.analysis.memory.segments import Segment, Segments
 from mirrorc.ir.checkpoints import CHECKPOINT, Checkpoint, checkpoint_of

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from mirrorc.analysis.communication.plain_exchanges import exchanges_as_plain_pytorch
 from mirrorc.analysis.communication.worker_meetings import worker_meetings
+from mirrorc.analysis.gradients.eager_gradients import exchanges_as_plain_pytorch
 from mirrorc.custom_ops.replica_collectives import exchanging
 from mirrorc.ir.program import ArgumentKind, Program
 from mirrorc.runtime.codegen.regions import RegionFunction

@@ -1,4 +1,4 @@
-"""Cuts of a captured graph, at buckets and at the model's collectives."""
+"""Cuts of a captured graph: where backward begins, at buckets and at the model's collectives."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import fx
 from mirrorc.analysis.graph.aliases import viewed
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
+from mirrorc.ir.program import ArgumentKind, Program, placeholders_of
 from mirrorc.torch_internals import num_bytes_now
 
 _MIN_GAIN = 2  # the value has at least so many times the products' bytes
@@ -115,3 +116,11 @@ def source_of_part(node: fx.Node) -> fx.Node:
         assert isinstance(source, fx.Node)
         node = source
     return node
+
+
+def first_of_backward(program: Program, graph: fx.Graph) -> fx.Node | None:
+    """The first node that uses the gradient of the loss or of an output; None in an evaluation."""
+    kinds = (ArgumentKind.LOSS_WEIGHT, ArgumentKind.TANGENT) if program.trains else ()
+    tangents = [node for kind in kinds for node in placeholders_of(graph, program.arguments, kind)]
+    users = {user for tangent in tangents for user in tangent.users}
+    return next((node for node in graph.nodes if node in users), None) if users else None

@@ -11,7 +11,7 @@ from torch import fx
 
 from mirrorc.analysis.cost.work import Machine, seconds_of_operator
 from mirrorc.analysis.graph.aliases import viewed
-from mirrorc.analysis.graph.backward import first_of_backward
+from mirrorc.analysis.graph.cuts import first_of_backward
 from mirrorc.analysis.memory.recomputed_values import num_bytes_of, recomputed_values
 from mirrorc.analysis.memory.workspaces import workspace_bytes
 from mirrorc.ir import ops

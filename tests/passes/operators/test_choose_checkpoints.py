@@ -10,7 +10,7 @@ from tiny_programs import FunctionPass, captured_model, targets
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from mirrorc.analysis.graph.backward import first_of_backward
+from mirrorc.analysis.graph.cuts import first_of_backward
 from mirrorc.analysis.memory.activation_peaks import JointTimeline, predicted_peak
 from mirrorc.errors import VerifyError
 from mirrorc.ir.checkpoints import CHECKPOINT, Checkpoint, checkpoint_of
