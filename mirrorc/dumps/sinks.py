@@ -25,9 +25,8 @@ except ImportError:  # on Windows: processes that run at the same time need dire
 logger = logging.getLogger(__name__)
 
 _OURS = re.compile(r"\d\d+-.+\.(txt|diff|mirror\.gz)|index\.md")
-_CHOOSING = (
-    0  # the byte of the lock file that is locked while folders are chosen; the bytes after it are for the programs
-)
+# The byte of the lock file that is locked while folders are chosen; the bytes after it are for the programs.
+_CHOOSING = 0
 
 
 class Sink:

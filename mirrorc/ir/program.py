@@ -84,9 +84,7 @@ class Accumulation(enum.StrEnum):
     NONE = "none"  # the program updates with its own gradients alone
     ADDS = "accumulating"  # the program adds its gradients to the accumulated ones, and updates nothing
     ENDS = "after accumulation"  # the program updates with its own and the accumulated gradients
-    GRADIENTS = (
-        "gradients alone"  # the program adds its gradients to those of the user's parameters, and updates nothing
-    )
+    GRADIENTS = "gradients alone"  # the program adds its gradients to those of the parameters, and updates nothing
     FORWARD = "forward of a module"  # the program keeps values for that of backward, which computes the gradients
 
 

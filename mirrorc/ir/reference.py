@@ -35,7 +35,7 @@ def _entry(record: Operation) -> Iterator[str]:
         ("operands", _operands(record)),
         ("keywords", _keywords(record)),
         ("type", (inspect.getdoc(record.gives) or "") if record.gives is not None else "As noted."),
-        ("effects", "; ".join(effect.value for effect in _in_order(record)) or "none"),
+        ("effects", "; ".join(effect.value for effect in Effect if effect in record.effects) or "none"),
         ("value", f"`{record.called}`" if record.called else ""),
         ("printed", _printed(record)),
         (
@@ -65,10 +65,6 @@ def _keywords(record: Operation) -> str:
         p for p in inspect.signature(record.symbol).parameters.values() if not _is_operand(p) and p.name != "replica"
     ]
     return ", ".join(f"`{p.name}`" if p.name in record.keywords else f"[`{p.name}`]" for p in named)
-
-
-def _in_order(record: Operation) -> list[Effect]:
-    return [effect for effect in Effect if effect in record.effects]
 
 
 def _printed(record: Operation) -> str:

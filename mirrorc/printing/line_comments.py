@@ -45,9 +45,8 @@ _OTHERWISE = {"raise": "ends here with an error", "skip": "ends here and returns
 class LineComments:
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._place = {
-            name: i for i, name in enumerate(program.variables)
-        }  # in the order in which the forward reads them
+        # in the order in which the forward reads them
+        self._place = {name: i for i, name in enumerate(program.variables)}
         self._common = _common_beginning(program)
 
     def of(self, node: fx.Node) -> str:

@@ -77,9 +77,9 @@ def parse(text: str, name: str = "the text") -> Program:
             fix = ("import the library that registers it first; on the command line, --import MODULE",)
             if torch_version != str(torch.__version__):
                 fix += (f"use torch {torch_version}, which has written it; this is torch {torch.__version__}",)
-        raise problem(
-            ValueError, f"MC7102: cannot read {name}{_place(error)}", f"{error}{_shown(error, text)}", fix
-        ) from error
+        place = f", line {error.line}, column {error.column + 1}" if error.line is not None else ""
+        why = f"{error}{_shown(error, text)}"
+        raise problem(ValueError, f"MC7102: cannot read {name}{place}", why, fix) from error
 
 
 def _checked_version(text: str, name: str) -> str:
@@ -104,10 +104,6 @@ def _checked_version(text: str, name: str) -> str:
             fix=(f"use mirrorc {by}, which has written it", *(() if is_later else ("save the program again",))),
         )
     return torch_version
-
-
-def _place(error: TextError) -> str:
-    return f", line {error.line}, column {error.column + 1}" if error.line is not None else ""
 
 
 def _shown(error: TextError, text: str) -> str:

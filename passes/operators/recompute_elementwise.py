@@ -148,12 +148,9 @@ class _Recomputation:
         return sorted(operators, key=self._place.__getitem__)
 
     def _is_in_memory(self, value: fx.Node) -> bool:
-        return self._is_input(value) or next(self._uses_in_backward(owner_of(value)), None) is not None
-
-    @staticmethod
-    def _is_input(value: fx.Node) -> bool:
         owner = owner_of(value)
-        return owner.op == "placeholder" or owner.target is ops.read
+        is_input = owner.op == "placeholder" or owner.target is ops.read
+        return is_input or next(self._uses_in_backward(owner), None) is not None
 
     @staticmethod
     def _sources(operators: list[fx.Node]) -> list[fx.Node]:

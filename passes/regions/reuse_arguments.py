@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -81,14 +81,11 @@ class ReuseArguments:
         reuses: dict[str, str] = {}
         for place, argument in enumerate(body.find_nodes(op="placeholder")):
             value = _last_made_of(argument) if place in places else None
-            is_large = _is_large(argument.meta["val"], self.min_bytes)
+            memory = argument.meta["val"]
+            is_large = isinstance(memory, torch.Tensor) and storage_bytes_now(memory) >= self.min_bytes
             if value is not None and is_large and value.name not in reuses.values() and not _leaves(value):
                 reuses[argument.name] = value.name
         return reuses
-
-
-def _is_large(value: Any, min_bytes: int) -> bool:
-    return isinstance(value, torch.Tensor) and storage_bytes_now(value) >= min_bytes
 
 
 def _last_made_of(argument: fx.Node) -> fx.Node | None:

@@ -121,18 +121,14 @@ def rows_elsewhere(claims: Sequence[Sequence[int]], rank: int) -> RowsElsewhere:
 def worker_schedule(program: Program) -> tuple[str, ...]:
     """Text lines that must be equal on all workers, without numbers of gathered rows."""
     everyone = " ".join(map(str, program.workers.devices_per_worker))
-    launches = calls_to(_first_graph(program), *ops.BETWEEN_WORKERS)
+    # the verifier checks that all devices have the same exchanges
+    launches = calls_to(program.graphs()[0], *ops.BETWEEN_WORKERS)
     met = (meeting.line for meeting in worker_meetings(program))
     return (f"devices of workers: {everyone}", *met, *(_line(program, node) for node in launches))
 
 
 def schedule_hash(program: Program) -> str:
     return hashlib.sha256("\n".join(worker_schedule(program)).encode()).hexdigest()
-
-
-def _first_graph(program: Program) -> fx.Graph:
-    """The verifier checks that all devices have the same exchanges."""
-    return program.graphs()[0]
 
 
 def _elements(bucket: Bucket, node: fx.Node) -> str:

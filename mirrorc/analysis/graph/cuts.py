@@ -94,9 +94,8 @@ def cut_at_meetings(graph: fx.Graph, forward: Sequence[fx.Node], backward: Seque
         return Cut([forward], backward)
     position = {node: i for i, node in enumerate(graph.nodes)}
     places = [position[node] for node in meetings]
-    segments: dict[tuple[int, int], list[fx.Node]] = {
-        (0, 0): []
-    }  # by the number of meetings before them, and by their piece
+    # by the number of meetings before them, and by their piece
+    segments: dict[tuple[int, int], list[fx.Node]] = {(0, 0): []}
     for piece, nodes in enumerate((forward, *backward)):
         for node in nodes:
             before = bisect.bisect(places, position[source_of_part(node)])

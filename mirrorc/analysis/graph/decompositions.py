@@ -71,6 +71,5 @@ def _exact(x: torch.Tensor) -> torch.Tensor:
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return (
-        torch.ops.prims.convert_element_type(x, dtype) if x.dtype is not dtype else x
-    )  # both backends run it unchanged
+    # both backends run it unchanged
+    return torch.ops.prims.convert_element_type(x, dtype) if x.dtype is not dtype else x

@@ -24,7 +24,7 @@ def checks_come_first(program: Program) -> Iterator[Violation]:
         owners = owners_of(graph)
         too_late: dict[int | None, fx.Node] = {}
         for node in graph.nodes:
-            if _changes_something(node):
+            if any(node.target in group for group in (ops.LAUNCHES, ops.WRITERS, (ops.send, ops.commit))):
                 for replica in replicas if node.target in ops.COLLECTIVES else [owners.get(node)]:
                     too_late.setdefault(replica, node)
             elif node.target is ops.check and (before := too_late.get(owners.get(node))) is not None:
@@ -33,10 +33,6 @@ def checks_come_first(program: Program) -> Iterator[Violation]:
                     "something may have changed",
                     node,
                 )
-
-
-def _changes_something(node: fx.Node) -> bool:
-    return any(node.target in group for group in (ops.LAUNCHES, ops.WRITERS, (ops.send, ops.commit)))
 
 
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)

@@ -63,10 +63,9 @@ def buckets_in_flight_are_not_used(program: Program) -> Iterator[Violation]:
             pack = (bucket_of(node), node.kwargs.get("pack"))
             if packed.target is not ops.pack or (packed.kwargs.get("bucket"), packed.kwargs.get("pack")) != pack:
                 yield Violation(f"{say(node)} is given {operand.name}, which is another bucket", node)
-            for value in _way(packed, operand):
-                others = [user for user in value.users if user is not node and not _leads_to(user, operand)]
-                for user in others:
-                    yield Violation(f"bucket {bucket_of(node)} is in flight but used by {user.name}", user)
+            way = list(_way(packed, operand))
+            for user in (user for value in way for user in value.users if user is not node and user not in way):
+                yield Violation(f"bucket {bucket_of(node)} is in flight but used by {user.name}", user)
 
 
 def _way(packed: fx.Node, operand: fx.Node) -> Iterator[fx.Node]:
@@ -77,10 +76,6 @@ def _way(packed: fx.Node, operand: fx.Node) -> Iterator[fx.Node]:
         source = operand.args[0]
         assert isinstance(source, fx.Node)
         operand = source
-
-
-def _leads_to(node: fx.Node, operand: fx.Node) -> bool:
-    return any(value is node for value in _way(origin_of(operand), operand))
 
 
 @rule(since=Stage.REDUCED)
@@ -110,7 +105,8 @@ def nothing_is_written_in_flight(program: Program) -> Iterator[Violation]:
                 for replica in replicas if node.target in ops.REDUCTIONS else [replica_of(node)]:
                     for memory in _written(node):
                         if (replica, memory) in sent:
-                            target = f"{_say_memory(memory)}, which {sent[replica, memory]} still offers"
+                            name = memory.name if isinstance(memory, fx.Node) else "the {} of bucket {}".format(*memory)
+                            target = f"{name}, which {sent[replica, memory]} still offers"
                             yield Violation(f"{node.name} writes {target}", node)
             if node.target is ops.send:
                 for memory in _memory_of(program, parts, node.args[0]):
@@ -147,10 +143,6 @@ def _written(node: fx.Node) -> Iterator[_Memory]:
             yield origin
             if origin.target in (ops.pack, ops.wait):
                 yield GRADIENTS, bucket_of(origin), pack_of(origin)
-
-
-def _say_memory(memory: _Memory) -> str:
-    return memory.name if isinstance(memory, fx.Node) else f"the {memory[0]} of bucket {memory[1]}"
 
 
 @rule(since=Stage.REDUCED)

@@ -14,7 +14,6 @@ from mirrorc.analysis.buckets.bucket_parts import BucketParts, named_step
 from mirrorc.analysis.buckets.rescaling import scaling_factor
 from mirrorc.analysis.buckets.slots_of_values import packed_slots
 from mirrorc.ir import ops
-from mirrorc.ir.buckets import Slot
 from mirrorc.ir.nodes import bucket_of, calls_to, pack_of, replica_of, target_name
 from mirrorc.ir.program import Argument, ArgumentKind, Program, Property, Stage
 from mirrorc.ir.value_types import value_type
@@ -252,17 +251,13 @@ def _ways(graph: fx.Graph) -> Iterator[tuple[str, int, fx.Node, fx.Node]]:
 def _results(program: Program, graph: fx.Graph) -> Iterator[tuple[str, str, fx.Node, fx.Node]]:
     for node in graph.nodes:
         if node.target is ops.pack:
-            slots = packed_slots(program, node)
+            slots, packs = packed_slots(program, node), program.buckets[bucket_of(node)].launch_units
+            start = next((pack.start for pack in packs if pack.number == pack_of(node)), 0)
             for slot, gradient in zip(slots, node.all_input_nodes, strict=False):
-                if slot is not slots[0] or not _began_before(program, node, slot):  # another pack has it
+                if slot is not slots[0] or slot.offset >= start:  # else another pack has it
                     yield "gradient of", slot.variable, node, gradient
         elif (result := _result(node)) is not None:
             yield *result, node, node.all_input_nodes[0]
-
-
-def _began_before(program: Program, pack: fx.Node, slot: Slot) -> bool:
-    elements = next(p for p in program.buckets[bucket_of(pack)].launch_units if p.number == pack_of(pack))
-    return slot.offset < elements.start
 
 
 aten = torch.ops.aten

@@ -128,17 +128,14 @@ def every_gradient_is_packed_once(program: Program) -> Iterator[Violation]:
     for _, node in calls(program, ops.pack):
         for gradient in node.all_input_nodes:
             for user in gradient.users:
-                if user is not node and not _packs_the_rest(node, user):
+                is_of_bucket = user.target is ops.pack and bucket_of(user) == bucket_of(node)
+                if user is not node and not (is_of_bucket and pack_of(user) != pack_of(node)):
                     yield Violation(
                         f"{gradient.name}, a gradient of bucket {bucket_of(node)}, is used by {user.name} as well",
                         user,
                     )
         if len(set(node.args)) != len(node.args):
             yield Violation(f"bucket {bucket_of(node)} packs one gradient into two slots", node)
-
-
-def _packs_the_rest(pack: fx.Node, user: fx.Node) -> bool:
-    return user.target is ops.pack and bucket_of(user) == bucket_of(pack) and pack_of(user) != pack_of(pack)
 
 
 @rule(since=Stage.PACKED)

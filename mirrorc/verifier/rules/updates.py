@@ -209,9 +209,8 @@ def variables_are_written_after_reads(program: Program) -> Iterator[Violation]:
         written_by: dict[int | None, set[str]] = {}
         owners = owners_of(graph)
         for node in owners:
-            if (
-                node.op == "output" or node.target is operator.getitem
-            ):  # getitem takes a part without reading its elements
+            # getitem takes a part without reading its elements
+            if node.op == "output" or node.target is operator.getitem:
                 continue
             replica = owners[node]
             if replica in written_by:

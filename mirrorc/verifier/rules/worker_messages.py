@@ -59,7 +59,7 @@ def devices_gather_their_factors(program: Program) -> Iterator[Violation]:
                 place = f"{say(node)} is given {source.name} on {where(replica_of(source))}"
                 if source.target is not ops.pack or bucket_of(source) != bucket_of(node):
                     yield Violation(f"{place}, which is not that bucket as it was packed", node)
-                elif whole := [gradient for gradient in source.all_input_nodes if not _is_left(gradient)]:
+                elif whole := [gradient for gradient in source.all_input_nodes if not stays_factored(gradient)]:
                     yield Violation(f"{place}, in which {whole[0].name} is not left as factors", node)
 
 
@@ -97,10 +97,6 @@ def _step_of(value: fx.Node, index: int) -> fx.Node | None:
 def _is_gathered(value: fx.Node, index: int) -> bool:
     launch = value.all_input_nodes[0] if value.target is ops.wait and bucket_of(value) == index else None
     return launch is not None and launch.target in (ops.all_gather, ops.gather_factors)
-
-
-def _is_left(gradient: fx.Node) -> bool:
-    return gradient.target in ops.FACTORED and stays_factored(gradient)
 
 
 @rule(since=Stage.SCHEDULED)
