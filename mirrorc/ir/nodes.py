@@ -32,9 +32,7 @@ def is_of(node: Any, kind: Kind) -> bool:
 
 
 def part_keywords(target: Any, args: tuple[Any, ...]) -> tuple[Operation, dict[str, Any]] | None:
-    """The operation and its keywords for one bucket, if ``target`` is `getitem` on a list with a result per bucket;
-    else None.
-    """
+    """The operation and its keywords for one bucket, if the target is `getitem` on a result per bucket."""
     source, place = args if target is operator.getitem else (None, None)
     record = operation_of(source.target) if isinstance(source, fx.Node) else None
     if record is None or not isinstance(record.operands, str):

@@ -113,9 +113,7 @@ class ArgumentKind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument of the program. ``leaf`` is an index into the call's tensors, the step's numbers or the replica's
-    sizes.
-    """
+    """An argument. ``leaf`` is an index into the call's tensors, the step's numbers or the replica's sizes."""
 
     name: str
     kind: ArgumentKind

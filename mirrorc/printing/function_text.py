@@ -176,9 +176,7 @@ def operation_of(text: str) -> str:
 
 
 def _differing(base: Sequence[Line], lines: Sequence[Line]) -> list[int] | None:
-    """Indices of lines to print: all lines of each operation that has a line unlike ``base``. None to print the whole
-    function.
-    """
+    """Indices of the lines of each operation with a line unlike ``base``; None to print the whole function."""
     operations = [operation_of(line.text) for line in lines]
     if operations != [operation_of(line.text) for line in base]:
         return None

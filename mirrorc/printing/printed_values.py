@@ -187,9 +187,7 @@ class PrintedValues:
         return launch.meta["val"].value.numel() if is_share else None  # type: ignore[union-attr]
 
     def listing(self, nodes: Iterable[fx.Node], *, typed: bool = False) -> str:
-        """Lists values by name, but counts saved values, and kinds with many values. ``typed`` adds the types of
-        losses.
-        """
+        """Lists values by name, but counts saved values and kinds of many. ``typed`` adds the types of losses."""
         groups: dict[str, list[str]] = {}
         for node in nodes:
             kind, name = self.kinds[node]

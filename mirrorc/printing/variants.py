@@ -50,9 +50,7 @@ def num_examples(program: Program, replica: int) -> int | None:
 
 
 def heading(program: Program, replicas: Sequence[int]) -> list[str]:
-    """The lines above the function of ``replicas``. Facts that hold for all are only above the first function with
-    examples.
-    """
+    """The lines above a function. Facts that hold for all are only above the first function with examples."""
     is_first = program.first_present in replicas
     several = len(replicas) > 1
     numbers = spans(program.local_replicas[replica] for replica in replicas)

@@ -19,9 +19,7 @@ _TICKS = 8
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar of a call or a collective in flight. ``line`` is a line of the program, ``flight`` an index in
-    `StepReport.flights`.
-    """
+    """A bar of a call or collective. ``line`` is of the program, ``flight`` an index in `StepReport.flights`."""
 
     x: float
     width: float

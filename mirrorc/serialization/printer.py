@@ -22,9 +22,7 @@ from mirrorc.serialization.type_text import TypePrinter
 from mirrorc.torch_internals import SizeSymbol
 
 VERSION = 16
-"""The version of the text. It increases with every change that older readers cannot read, and files in
-tests/passes/cases are then updated.
-"""
+"""The version of the text, for changes that older readers cannot read; tests/passes/cases then change, too."""
 
 GRAPHS = ("shard_graphs", "graph", "device_graphs", "regions")
 """Fields of a program that are functions of its text, not tables."""

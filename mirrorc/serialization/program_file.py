@@ -159,9 +159,7 @@ def _decompressed(encoded: bytes) -> bytes:
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes) -> Path:
-    """Writes a file, compressed if its name ends in ``.gz``. After an error, an earlier file stays. Creates missing
-    folders.
-    """
+    """Writes a file and missing folders, compressed if its name ends in ``.gz``. An error leaves an earlier file."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.parent / f".mirrorc-{secrets.token_hex(4)}"

@@ -130,9 +130,7 @@ def _adding(region: Region, name: str, places: Sequence[int]) -> Region:
 
 
 class _ShardGraph:
-    """The graph of a shard; ``shards`` are the indices of its microbatches' graphs, ``sizes`` their numbers of
-    examples.
-    """
+    """A shard's graph, of the graphs of its microbatches ``shards``, which have ``sizes`` examples."""
 
     def __init__(self, program: Program, regions: _Regions, shards: tuple[int, ...], sizes: tuple[int, ...]) -> None:
         self._program, self._regions, self._sizes = program, regions, sizes

@@ -110,9 +110,7 @@ def _type(node: fx.Node) -> Any:
 
 
 def last_reader(part: fx.Node, regions: Mapping[str, Region]) -> fx.Node | None:
-    """None if there is no reader; if a reader may return a view of ``part``; or if it is neither a region call nor a
-    torch operator.
-    """
+    """None without a reader, or if one may return a view of ``part`` or is neither a region call nor an operator."""
     readers: list[Any] = list(part.users)
     return max(readers) if readers and all(_uses_up(reader, part, regions) for reader in readers) else None
 

@@ -251,7 +251,8 @@ def _ways(graph: fx.Graph) -> Iterator[tuple[str, int, fx.Node, fx.Node]]:
 def _results(program: Program, graph: fx.Graph) -> Iterator[tuple[str, str, fx.Node, fx.Node]]:
     for node in graph.nodes:
         if node.target is ops.pack:
-            slots, packs = packed_slots(program, node), program.buckets[bucket_of(node)].launch_units
+            slots = packed_slots(program, node)
+            packs = program.buckets[bucket_of(node)].launch_units if slots else ()
             start = next((pack.start for pack in packs if pack.number == pack_of(node)), 0)
             for slot, gradient in zip(slots, node.all_input_nodes, strict=False):
                 if slot is not slots[0] or slot.offset >= start:  # else another pack has it
