@@ -64,6 +64,26 @@ class PlacementFacts:
     has_owner: bool = False
 
 
+def _itself(replica: int) -> int:
+    return replica
+
+
+def _first_replica(replica: int) -> int:
+    return 0
+
+
+def _whole(num_elements: int, replica: int, num_replicas: int, owner: int | None) -> tuple[int, int]:
+    return 0, num_elements
+
+
+def _share_of_replica(num_elements: int, replica: int, num_replicas: int, owner: int | None) -> tuple[int, int]:
+    return share_bounds(num_elements, num_replicas, replica)
+
+
+def _all_to_owner(num_elements: int, replica: int, num_replicas: int, owner: int | None) -> tuple[int, int]:
+    return (0, num_elements) if replica == owner else (0, 0)
+
+
 class Placement(enum.Enum):
     """Where a bucket's parameters and updates are. Saved programs contain the member's name."""
 
@@ -71,8 +91,8 @@ class Placement(enum.Enum):
         word="mirrored",
         in_table="",
         description="every device has its own copy of the parameters and updates it whole",
-        owner=lambda replica: replica,
-        share=lambda num_elements, replica, num_replicas, owner: (0, num_elements),
+        owner=_itself,
+        share=_whole,
         updates_by_shares=False,
         is_written_last=False,
     )
@@ -80,8 +100,8 @@ class Placement(enum.Enum):
         word="shared",
         in_table="shared",
         description="one copy of the parameters, of which each device updates its share",
-        owner=lambda replica: 0,
-        share=lambda num_elements, replica, num_replicas, owner: share_bounds(num_elements, num_replicas, replica),
+        owner=_first_replica,
+        share=_share_of_replica,
         updates_by_shares=True,
         is_written_last=True,
     )
@@ -89,8 +109,8 @@ class Placement(enum.Enum):
         word="owned",
         in_table="owned by",
         description="one device has the optimizer's state and updates, and each other one has a copy of what it has updated",
-        owner=lambda replica: replica,
-        share=lambda num_elements, replica, num_replicas, owner: (0, num_elements if replica == owner else 0),
+        owner=_itself,
+        share=_all_to_owner,
         updates_by_shares=True,
         is_written_last=False,
         has_owner=True,

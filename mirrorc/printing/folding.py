@@ -80,17 +80,24 @@ def _shape(line: str) -> _Shape:
     parts: list[int] = []
     labels: list[str] = []
 
+    def take(name: str, before: str, number: int) -> str:
+        {"bucket": buckets, "part": parts}.get(name, layers).append(number)
+        if name not in ("bucket", "part"):
+            labels.append(before)
+        return f"{before}#"
+
+    text = _replaced(" ".join(line.split()), take)
+    return _Shape(text, tuple(buckets), tuple(layers), labels[0] if labels else "", tuple(parts))
+
+
+def _replaced(line: str, replacement: Callable[[str, str, int], str]) -> str:
     def replace(match: re.Match[str]) -> str:
         groups = match.groupdict()
         before, name = next((before, name) for before, name in _KINDS if groups.get(name) is not None)
-        {"bucket": buckets, "part": parts}.get(name, layers).append(int(groups[name]))
-        if name not in ("bucket", "part"):
-            labels.append(groups[before])
-        return f"{groups[before]}#"
+        return replacement(name, groups[before], int(groups[name]))
 
-    text, of, modules = " ".join(line.split()).partition(_MODULES)
-    text = _NUMBERS.sub(replace, text) + of + _NUMBER_OF_MODULE.sub(replace, modules)
-    return _Shape(text, tuple(buckets), tuple(layers), labels[0] if labels else "", tuple(parts))
+    text, of, modules = line.partition(_MODULES)
+    return _NUMBERS.sub(replace, text) + of + _NUMBER_OF_MODULE.sub(replace, modules)
 
 
 def _longest_stretch(shapes: Sequence[_Shape], begins: Sequence[bool], start: int) -> tuple[int, int]:
