@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -173,3 +174,21 @@ def call_name(node: fx.Node) -> str:
     about = f"b{node.kwargs['bucket']}" if "bucket" in node.kwargs else str(node.kwargs.get("variable", ""))
     about += f" pack {node.kwargs['pack']}" if node.kwargs.get("pack") is not None else ""
     return f"{name_of(node)} {about}".rstrip()
+
+
+CHECKPOINT = "checkpoint"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A call of `torch.utils.checkpoint`, noted on an operator inside it. ``keeps``: the policy saves the operator's result."""
+
+    number: int
+    keeps: bool = False
+
+
+def checkpoint_of(node: fx.Node) -> Checkpoint | None:
+    while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    checkpoint: Checkpoint | None = node.meta.get(CHECKPOINT)
+    return checkpoint

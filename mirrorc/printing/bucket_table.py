@@ -15,8 +15,7 @@ from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.nodes import calls_to, is_region_call, pack_of, region_of, region_title
 from mirrorc.ir.program import Program, Stage
 from mirrorc.printing.folding import folded
-from mirrorc.printing.printed_values import dtype_name, size_text
-from mirrorc.printing.spans import range_text
+from mirrorc.printing.printed_values import dtype_name, range_text, size_text
 from mirrorc.printing.variants import wrapped
 
 _LAYER = re.compile(r"((?:[A-Za-z_]\w*\.)+)(\d+)\.([\w.]+)")

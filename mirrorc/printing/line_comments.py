@@ -36,8 +36,7 @@ from mirrorc.ir.operation import Kind
 from mirrorc.ir.program import LOSS_OUTPUT, ArgumentKind, Program
 from mirrorc.ir.type_rules import awaited_elements
 from mirrorc.ir.variables import Role
-from mirrorc.printing.printed_values import size_text, type_of
-from mirrorc.printing.spans import range_text
+from mirrorc.printing.printed_values import range_text, size_text, type_of
 
 _OTHERWISE = {"raise": "ends here with an error", "skip": "ends here and returns its loss: no update is made"}
 

@@ -84,7 +84,7 @@ from mirrorc.printing.bucket_table import table_lines
 from mirrorc.printing.function_text import function_lines, signature
 from mirrorc.printing.graph_text import graph_lines, rendered, statements
 from mirrorc.printing.message_folds import message_table
-from mirrorc.printing.spans import range_text, spans
+from mirrorc.printing.printed_values import range_text, spans
 
 _LISTED = 4  # the most numbers of devices whose workers are listed
 _WIDTH = 40  # the longest list of ranks, in characters; the workers of a longer one are counted

@@ -10,8 +10,7 @@ from mirrorc.ir.nodes import calls_to, replica_of, target_name
 from mirrorc.ir.program import Accumulation, ArgumentKind, Program, Property
 from mirrorc.messages.source_lines import module_of, source_line
 from mirrorc.messages.wording import counted, listed
-from mirrorc.printing.printed_values import type_of
-from mirrorc.printing.spans import range_text, spans
+from mirrorc.printing.printed_values import range_text, spans, type_of
 
 EACH = "each"
 """Stands in the device column of a line that every device runs."""

@@ -18,9 +18,9 @@ from mirrorc.runtime.devices.machine import measured_machine
 from mirrorc.runtime.profiling.accounting import PARTS
 from mirrorc.runtime.profiling.explain_steps import explain_steps
 from mirrorc.runtime.profiling.prediction import predicted_step
+from mirrorc.serialization.literals import TextError, expression
 from mirrorc.serialization.program_file import write_whole
 from mirrorc.serialization.records import record_of, record_text
-from mirrorc.serialization.text_error import TextError, expression
 
 _FORMAT = "mirrorc report 3: "
 _DATA = re.compile(r'<script type="text/plain" id="data">(.*?)</script>', re.DOTALL)

@@ -25,15 +25,14 @@ from typing import Any
 
 from torch import fx, nn
 
-from mirrorc.ir.checkpoints import CHECKPOINT, Checkpoint
 from mirrorc.ir.graph_edits import collector_paused
+from mirrorc.ir.nodes import CHECKPOINT, Checkpoint
 from mirrorc.ir.program import Program, Region
 from mirrorc.messages.source_lines import LINE_OF_TEXT
-from mirrorc.serialization.literals import argument_of, identifier
+from mirrorc.serialization.literals import TextError, argument_of, assignment, expression, identifier, keywords_of
 from mirrorc.serialization.operator_names import find_operator
 from mirrorc.serialization.printer import GRAPHS, MODEL
 from mirrorc.serialization.records import field_types, record_of
-from mirrorc.serialization.text_error import TextError, assignment, expression, keywords_of
 from mirrorc.serialization.type_text import TypeReader, split_at_commas
 from mirrorc.torch_internals import SizeSymbol, add_node, lazy_graph_module
 

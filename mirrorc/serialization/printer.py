@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.ir.checkpoints import CHECKPOINT, Checkpoint
+from mirrorc.ir.nodes import CHECKPOINT, Checkpoint
 from mirrorc.ir.program import Program
 from mirrorc.messages.source_lines import last_users_line
 from mirrorc.printing.program_text import program_heading
-from mirrorc.serialization.literals import argument_text, identifier, quoted
+from mirrorc.serialization.literals import TextError, argument_text, identifier, quoted
 from mirrorc.serialization.operator_names import operator_name
 from mirrorc.serialization.records import defaults, field_types, record_text
-from mirrorc.serialization.text_error import TextError
 from mirrorc.serialization.type_text import TypePrinter
 from mirrorc.torch_internals import SizeSymbol
 

@@ -19,9 +19,9 @@ import torch
 from mirrorc.ir.program import Program
 from mirrorc.messages.problem import problem
 from mirrorc.messages.wording import as_single_line
+from mirrorc.serialization.literals import TextError, UnknownOperatorError
 from mirrorc.serialization.parser import parse_program
 from mirrorc.serialization.printer import VERSION, complete_text
-from mirrorc.serialization.text_error import TextError, UnknownOperatorError
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _VERSION = re.compile(r"# complete form (\d{1,9}) · mirrorc ([\w.+-]{1,40}) · torch ([\w.+-]{1,40})")

@@ -16,8 +16,15 @@ import torch
 
 from mirrorc.ir.value_types import Pending, contiguous_strides
 from mirrorc.printing.printed_values import dtype_name
-from mirrorc.serialization.literals import DTYPES, argument_of, argument_text, no_value
-from mirrorc.serialization.text_error import TextError, expression, keywords_of
+from mirrorc.serialization.literals import (
+    DTYPES,
+    TextError,
+    argument_of,
+    argument_text,
+    expression,
+    keywords_of,
+    no_value,
+)
 from mirrorc.torch_internals import (
     FakeTensor,
     FakeTensorMode,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from mirrorc.ir.links import link_named
 from mirrorc.messages.wording import counted, notebook_html
-from mirrorc.printing.spans import spans
+from mirrorc.printing.printed_values import spans
 from mirrorc.runtime.profiling.accounting import PARTS, apportioned
 from mirrorc.runtime.profiling.bucket_rows import MODEL, bucket_rows, cells
 from mirrorc.runtime.profiling.figures import BucketTimes, DeviceTimes, added_up, by_kind_and_bucket

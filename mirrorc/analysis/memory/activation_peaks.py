@@ -15,8 +15,7 @@ from mirrorc.analysis.graph.cuts import first_of_backward
 from mirrorc.analysis.memory.recomputed_values import num_bytes_of, recomputed_values
 from mirrorc.analysis.memory.workspaces import workspace_bytes
 from mirrorc.ir import ops
-from mirrorc.ir.checkpoints import Checkpoint, checkpoint_of
-from mirrorc.ir.nodes import is_compute
+from mirrorc.ir.nodes import Checkpoint, checkpoint_of, is_compute
 from mirrorc.ir.program import Program
 
 MACHINE = Machine(seconds_per_multiplication=2e-11, seconds_per_byte=1e-10)

@@ -11,8 +11,7 @@ from torch import fx
 
 from mirrorc.analysis.graph.aliases import viewed
 from mirrorc.ir import ops
-from mirrorc.ir.checkpoints import Checkpoint
-from mirrorc.ir.nodes import is_compute
+from mirrorc.ir.nodes import Checkpoint, is_compute
 from mirrorc.torch_internals import num_bytes_now, storage_bytes_now
 
 CheckpointOf = Callable[[fx.Node], Checkpoint | None]

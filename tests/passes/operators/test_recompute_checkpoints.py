@@ -13,8 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from mirrorc.analysis.graph.cuts import first_of_backward
 from mirrorc.errors import CaptureError, VerifyError
-from mirrorc.ir.checkpoints import CHECKPOINT, checkpoint_of
-from mirrorc.ir.nodes import calls_to
+from mirrorc.ir.nodes import CHECKPOINT, calls_to, checkpoint_of
 from mirrorc.ir.program import Program
 from mirrorc.packing import ByBytes
 from mirrorc.passes import OutlineRegions, PlanBuckets, RecomputeCheckpoints, RecomputeElementwise
