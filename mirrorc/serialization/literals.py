@@ -1,4 +1,4 @@
-"""Expressions in the text of programs, errors in them, and arguments of nodes: ``[x, 1.5]``, ``torch.float32``, ``slice(1, 2, 2)``."""
+"""Expressions in the text of programs, errors in them, and arguments of nodes: ``[x, 1.5]``, ``torch.float32``."""
 
 from __future__ import annotations
 
