@@ -217,9 +217,8 @@ class Program:
 
     @functools.cached_property
     def packs(self) -> tuple[tuple[Bucket, Pack], ...]:
-        return tuple(
-            sorted(((b, pack) for b in self.buckets for pack in b.launch_units), key=lambda item: item[1].number)
-        )
+        packs = ((bucket, pack) for bucket in self.buckets for pack in bucket.launch_units)
+        return tuple(sorted(packs, key=lambda item: item[1].number))
 
     @functools.cached_property
     def trains(self) -> bool:

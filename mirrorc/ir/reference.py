@@ -49,9 +49,7 @@ def _entry(record: Operation) -> Iterator[str]:
 
 def _operands(record: Operation) -> str:
     parameters = inspect.signature(record.symbol).parameters.values()
-    names = [
-        f"`{p}`" for p in (("*" if p.kind is p.VAR_POSITIONAL else "") + p.name for p in parameters if _is_operand(p))
-    ]
+    names = [f"`{'*' if p.kind is p.VAR_POSITIONAL else ''}{p.name}`" for p in parameters if _is_operand(p)]
     per = f", one for each of `{record.operands}`" if isinstance(record.operands, str) else ""
     return ", ".join(names) + per
 
@@ -61,9 +59,8 @@ def _is_operand(parameter: inspect.Parameter) -> bool:
 
 
 def _keywords(record: Operation) -> str:
-    named = [
-        p for p in inspect.signature(record.symbol).parameters.values() if not _is_operand(p) and p.name != "replica"
-    ]
+    parameters = inspect.signature(record.symbol).parameters.values()
+    named = [p for p in parameters if not _is_operand(p) and p.name != "replica"]
     return ", ".join(f"`{p.name}`" if p.name in record.keywords else f"[`{p.name}`]" for p in named)
 
 

@@ -205,9 +205,8 @@ def pending_operand(program: Program, node: fx.Node) -> ValueType:
     if not kinds:
         raise TypeError("it is given no bucket")
     if not all(is_same_type(kinds[0], other) for other in kinds):
-        raise TypeError(
-            f"it joins {' and '.join(sorted({say_type(kind) for kind in kinds}))}, which are not of one type"
-        )
+        texts = " and ".join(sorted(set(map(say_type, kinds))))
+        raise TypeError(f"it joins {texts}, which are not of one type")
     return ("pending", kinds[0])
 
 

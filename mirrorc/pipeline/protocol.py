@@ -61,9 +61,8 @@ class Traits:
 def traits_of(compiler_pass: Pass) -> Traits:
     first, last = compiler_pass.input_stage, compiler_pass.output_stage
     refining = [stage for stage in Stage if stage.refines is first and last > first]
-    declared = {
-        each.name: getattr(compiler_pass, each.name) for each in fields(Traits) if hasattr(compiler_pass, each.name)
-    }
+    names = [trait.name for trait in fields(Traits) if hasattr(compiler_pass, trait.name)]
+    declared = {name: getattr(compiler_pass, name) for name in names}
     return Traits(**{"latest_input_stage": max([first, *refining]), **declared})
 
 

@@ -86,9 +86,7 @@ def _checked_version(text: str, name: str) -> str:
     first, _, rest = text.partition("\n")
     second = _VERSION.fullmatch(rest.partition("\n")[0])
     if not first.startswith("# mirrorc · "):
-        raise problem(
-            ValueError, f"MC7102: cannot read {name}: it is no program", f"line 1 is {first[:60]!r}", fix=_FIX
-        )
+        raise problem(ValueError, f"MC7102: cannot read {name}: it is no program", f"line 1 is {first[:60]!r}", _FIX)
     if second is None:
         raise problem(
             ValueError,

@@ -121,9 +121,7 @@ class VerifiedGraphs:
 
     def refresh(self) -> None:
         """Finds verified graphs that were changed in place; passes must return new graphs instead."""
-        self._changed = {
-            key for key, (graph, parts) in self._checked.items() if not _are_the_same(parts, _parts(graph))
-        }
+        self._changed = {key for key, (graph, parts) in self._checked.items() if not _are_same(parts, _parts(graph))}
 
     def was_changed(self, graph: fx.Graph) -> bool:
         return self._is_known(graph) and id(graph) in self._changed
@@ -155,7 +153,7 @@ def _contents(program: Program) -> list[Any]:
     return [dict(value) if isinstance(value, Mapping) else value for value in values]  # a table may be changed in place
 
 
-def _are_the_same(parts: list[Any], other: list[Any]) -> bool:
+def _are_same(parts: list[Any], other: list[Any]) -> bool:
     return len(parts) == len(other) and all(map(operator.is_, parts, other))
 
 

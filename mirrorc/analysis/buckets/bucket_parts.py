@@ -241,10 +241,8 @@ class BucketParts:
         narrow, wide = keywords["dtype"], value.meta["val"].dtype
         *earlier, last = part.steps
         casts = [step for step in earlier if step[0] == target_name(_CAST)]
-        is_from_narrow = (
-            casts[-1] == _named_cast(narrow) if casts else narrow == self._program.buckets[part.bucket].dtype
-        )
-        return last == _named_cast(wide) and is_from_narrow and torch.promote_types(narrow, wide) == wide
+        was_narrow = casts[-1] == _named_cast(narrow) if casts else narrow == self._program.buckets[part.bucket].dtype
+        return last == _named_cast(wide) and was_narrow and torch.promote_types(narrow, wide) == wide
 
     def _exact(self, node: fx.Node) -> Part | None:
         part, value = self._part_of.get(node), node.meta.get("val")

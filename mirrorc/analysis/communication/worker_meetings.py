@@ -46,9 +46,8 @@ class WorkerMeeting:
 def worker_meetings(program: Program) -> list[WorkerMeeting]:
     if not program.meets_workers:
         return []
-    graphs = (
-        [program.graph] if program.graph is not None else [module.graph for module in program.device_graphs.values()]
-    )
+    modules = program.device_graphs.values()
+    graphs = [program.graph] if program.graph is not None else [module.graph for module in modules]
     nodes = [node for graph in graphs for node in calls_to(graph, *ops.ATTENDED)]
     first = [node for node in nodes if replica_at(program, node) == program.first_present]
     return [_meeting(node, [other for other in nodes if _number(other) == _number(node)]) for node in first]
@@ -113,9 +112,8 @@ def rows_agree(claims: Sequence[Sequence[int]]) -> bool:
 
 def rows_elsewhere(claims: Sequence[Sequence[int]], rank: int) -> RowsElsewhere:
     places = range(0, len(claims[0]), 3)
-    return tuple(
-        (sum(claim[i] for claim in claims[:rank]), sum(claim[i] for claim in claims[rank + 1 :])) for i in places
-    )
+    lower, higher = claims[:rank], claims[rank + 1 :]
+    return tuple((sum(claim[i] for claim in lower), sum(claim[i] for claim in higher)) for i in places)
 
 
 def worker_schedule(program: Program) -> tuple[str, ...]:
@@ -138,9 +136,7 @@ def _elements(bucket: Bucket, node: fx.Node) -> str:
 
 def _line(program: Program, node: fx.Node) -> str:
     bucket = program.buckets[bucket_of(node)]
-    slots = ", ".join(
-        f"{slot.variable}{list(slot.shape)}{list(slot.strides)} at {slot.offset}" for slot in bucket.slots
-    )
+    slots = ", ".join(f"{s.variable}{list(s.shape)}{list(s.strides)} at {s.offset}" for s in bucket.slots)
     value = node.meta.get("val")
     dtype = value.value.dtype if isinstance(value, ops.Pending) else bucket.dtype
     sent = f" as {'; '.join(map(str, bucket.sent_factors))}" if bucket.is_sent_as_factors else ""

@@ -86,10 +86,8 @@ class ProgramDurations:
             if pace is None:
                 raise UnknownCostError(f"no {phase} of replica {replica} was measured")
             whole = Pace.of([works[region_of(node)] for node in nodes], [0.0] * len(nodes))
-            times = [pace.at(part) for part in whole.parts]
-            yield from (
-                (node, after - before) for node, (before, after) in zip(nodes, itertools.pairwise(times), strict=True)
-            )
+            times = itertools.pairwise([pace.at(part) for part in whole.parts])
+            yield from ((node, after - before) for node, (before, after) in zip(nodes, times, strict=True))
 
     def start_seconds(self, replica: int) -> float:
         return self._costs.starts[replica]

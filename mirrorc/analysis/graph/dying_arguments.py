@@ -25,9 +25,7 @@ PRODUCTS = frozenset(
 
 def dying_places(program: Program, call: fx.Node) -> set[int]:
     """Indices of a region call's arguments that are contiguous products of other regions without another reader."""
-    return {
-        i for i, argument in enumerate(call.args) if isinstance(argument, fx.Node) and _dies(program, call, argument)
-    }
+    return {i for i, value in enumerate(call.args) if isinstance(value, fx.Node) and _dies(program, call, value)}
 
 
 def _dies(program: Program, call: fx.Node, argument: fx.Node) -> bool:
@@ -72,10 +70,8 @@ def reserved_argument(body: fx.Graph, place: Any) -> int | None:
 def _may_be_of_others(body: fx.Graph, place: Any, value: fx.Node) -> bool:
     results: Any = body.output_node().args[0]
     numbers = _numbers(body)
-    others = [
-        origin for i, other in enumerate(results) if i != place and other is not None for origin in origins(other)
-    ]
-    return any(numbers[origin] == numbers[value] for origin in others)
+    others = [other for i, other in enumerate(results) if i != place and other is not None]
+    return any(numbers[origin] == numbers[value] for other in others for origin in origins(other))
 
 
 def stored_product(value: Any) -> fx.Node | None:

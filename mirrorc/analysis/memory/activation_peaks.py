@@ -135,10 +135,7 @@ class JointTimeline:
         needed: set[int] = set()
         pending = [user]
         while pending:
-            operands = self._inputs[pending.pop()]
-            new = [
-                operand for operand in operands if operand in again and operand not in needed and operand not in copies
-            ]
+            new = [i for i in self._inputs[pending.pop()] if i in again and i not in needed and i not in copies]
             needed.update(new)
             pending += new
         return needed

@@ -94,9 +94,7 @@ class Segments:
         cuts: list[int] = []
         for k in range(1, number):
             low, high = (total * (2 * k - 1) / (2 * number), total * (2 * k + 1) / (2 * number))
-            inside = [
-                i for i, num_bytes in enumerate(before) if low <= num_bytes <= high and (not cuts or i > cuts[-1])
-            ]
+            inside = [i for i, size in enumerate(before) if low <= size <= high and (not cuts or i > cuts[-1])]
             if inside:
                 cuts.append(min(inside, key=lambda i: (self._crossing[i], abs(before[i] - (low + high) / 2), i)))
         bounds = [0, *(cut + 1 for cut in cuts), len(self._nodes)]

@@ -141,9 +141,7 @@ def gradients_are_clipped_alike(program: Program) -> Iterator[Violation]:
                         taker,
                     )
                 first.setdefault(bucket, taker)
-    bounds = {
-        bucket: {step for way in ways for step in way if step[0] == _CLIP_VALUE} for bucket, ways in scaled.items()
-    }
+    bounds = {i: {step for way in ways for step in way if step[0] == _CLIP_VALUE} for i, ways in scaled.items()}
     for bucket, bound in bounds.items():
         if bound != next(iter(bounds.values())):
             yield Violation(f"the elements of bucket {bucket} have another bound than those of others", first[bucket])

@@ -40,10 +40,9 @@ def sparse_tables_have_separate_buckets(program: Program) -> Iterator[Violation]
     sum has only the looked-up rows.
     """
     for bucket in program.buckets:
-        if bucket.rule.takes_rows and (
-            len(bucket.slots) != 1 or len(bucket.slots[0].shape) != 2 or bucket.slots[0].offset
-        ):
-            names = ", ".join(slot.variable for slot in bucket.slots)
+        slots = bucket.slots
+        if bucket.rule.takes_rows and (len(slots) != 1 or len(slots[0].shape) != 2 or slots[0].offset):
+            names = ", ".join(slot.variable for slot in slots)
             yield Violation(f"bucket {bucket.index} has {names}, but its optimizer takes rows, of one table")
         if bucket.rule.takes_rows and bucket.rule.elementwise:
             yield Violation(f"bucket {bucket.index} is updated element by element, but its optimizer takes rows")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
@@ -98,9 +98,7 @@ def meetings_of_workers_are_preserved(before: Program, after: Program, known: ob
     """
     expected, actual = _met_with_workers(before), _met_with_workers(after)
     if expected != actual:
-        texts = [
-            ", ".join(f"{name} {number}" for number, name in meetings) or "none" for meetings in (expected, actual)
-        ]
+        texts = [", ".join(f"{name} {number}" for number, name in met) or "none" for met in (expected, actual)]
         yield Violation(
             f"this worker met the others in {texts[0]} before the pass, and meets them in {texts[1]} behind it"
         )
@@ -123,9 +121,7 @@ def _numbered_twice(program: Program, meetings: _Meetings) -> Iterator[Violation
                 )
 
 
-def _met_otherwise(
-    program: Program, names: Sequence[str], met: dict[int, fx.Node], first: fx.Node
-) -> Iterator[Violation]:
+def _met_otherwise(program: Program, names: list[str], met: dict[int, fx.Node], first: fx.Node) -> Iterator[Violation]:
     first_replica = next(iter(met))
     for replica, node in met.items():
         if _alike(node) != _alike(first):

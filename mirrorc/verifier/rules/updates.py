@@ -281,8 +281,7 @@ def _launched_after_uses(variables: ViewedVariables, nodes: list[fx.Node], meets
         if node.op != "output" and node.target is not operator.getitem:
             is_use = any(variables.of(source) for source in node.all_input_nodes)
             last = i if is_use else last
-    launches = {
-        tag(node) for node in nodes[last + 1 :] if node.target in ops.REDUCTIONS or node.target is ops.gather_factors
-    }
-    commits = any(node.target is ops.commit and (meets or is_early(node)) for node in nodes[last + 1 :])
+    late = nodes[last + 1 :]
+    launches = {tag(node) for node in late if node.target in ops.REDUCTIONS or node.target is ops.gather_factors}
+    commits = any(node.target is ops.commit and (meets or is_early(node)) for node in late)
     return launches | {_COMMIT} if commits else launches

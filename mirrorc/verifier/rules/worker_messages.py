@@ -273,9 +273,7 @@ def _offered(program: Program, parts: BucketParts, node: fx.Node, source: fx.Nod
     if gives_shares(program, node):
         start, stop = bucket.share(replica_at(program, source), program.num_replicas)
     is_of_bucket = part is not None and (part.kind, part.bucket) == (GRADIENTS, bucket.index)
-    is_sum = (
-        is_of_bucket and part is not None and part.holds(GRADIENTS, bucket.index, start, stop, program.local_replicas)
-    )
+    is_sum = part is not None and part.holds(GRADIENTS, bucket.index, start, stop, program.local_replicas)
     if not is_sum and (start < stop or not is_of_bucket):  # an empty share holds nothing
         yield Violation(
             f"{say(node)} is given {source.name} on {where}, which is not what it has of this worker's sum", node
