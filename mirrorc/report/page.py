@@ -64,9 +64,8 @@ def render(report: StepReport, earlier: StepReport | None = None) -> str:
 
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"ms": lambda ms: f"{ms:.3f}", "size": _size}
-    template = environment.from_string(
-        importlib.resources.files("mirrorc.report").joinpath("report.html.j2").read_text(encoding="utf-8")
-    )
+    source = importlib.resources.files("mirrorc.report").joinpath("report.html.j2")
+    template = environment.from_string(source.read_text(encoding="utf-8"))
     picture = picture_of(report)
     return template.render(
         report=report,

@@ -121,9 +121,8 @@ class Segments:
         units = dict.fromkeys(_operator_of(node) for node in nodes)
         number = {unit: 2 + 2 * i for i, unit in enumerate(units)}
         inside = set(nodes)
-        sources = dict.fromkeys(
-            source for unit in units for source in unit.all_input_nodes if _operator_of(source) not in number
-        )
+        operands = (source for unit in units for source in unit.all_input_nodes)
+        sources = dict.fromkeys(source for source in operands if _operator_of(source) not in number)
         outside = {source: 2 + 2 * len(units) + i for i, source in enumerate(sources)}
         network = Network(2 + 2 * len(units) + len(outside))
         for unit, has in number.items():

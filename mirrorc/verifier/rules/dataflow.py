@@ -94,9 +94,8 @@ class KnownFlows:
 
     def accumulated(self, program: Program) -> Flows:
         flows: Flows = {}
-        for replica, kind, name, number in accumulated_results(
-            program, Expressions(program, self._numbers, self._roots, inlined=True)
-        ):
+        expressions = Expressions(program, self._numbers, self._roots, inlined=True)
+        for replica, kind, name, number in accumulated_results(program, expressions):
             flows.setdefault((replica, kind, name), []).append((number, None))
         return flows
 

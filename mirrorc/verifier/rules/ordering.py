@@ -61,9 +61,8 @@ def _operand_types(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _describe(node: fx.Node) -> str:
-    operands = "".join(
-        f" {say_type(value_type(n.meta.get('val')))}" for n in node.all_input_nodes if node.target in ops.REDUCTIONS
-    )
+    sources = node.all_input_nodes if node.target in ops.REDUCTIONS else ()
+    operands = "".join(f" {say_type(value_type(source.meta.get('val')))}" for source in sources)
     link = f" over {node.kwargs['link']}" if node.kwargs.get("link") else ""
     return f"{say(node)}{operands}{link}"
 
