@@ -92,7 +92,8 @@ def of_slot(program: Program, node: fx.Node) -> ValueType:
 
 def of_reserved(program: Program, node: fx.Node) -> ValueType:
     """A contiguous tensor with its keywords' shape and dtype."""
-    shape, dtype = node.kwargs["shape"], node.kwargs["dtype"]
+    shape: Any = node.kwargs["shape"]
+    dtype = node.kwargs["dtype"]
     if not isinstance(shape, list | tuple) or not all(isinstance(size, int) and size > 0 for size in shape):
         raise TypeError(f"it has the shape {shape}")
     if not isinstance(dtype, torch.dtype):
