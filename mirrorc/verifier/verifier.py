@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from mirrorc.errors import VerifyError
-from mirrorc.ir.nodes import is_region_call
+from mirrorc.ir.nodes import is_region_call, reached
 from mirrorc.ir.program import Program, Stage
 from mirrorc.messages.problem import message
 from mirrorc.messages.source_lines import place_of, source_line
@@ -174,7 +173,9 @@ def surroundings(program: Program, node: fx.Node | None) -> str:
     except (LookupError, TypeError, AttributeError, ValueError, AssertionError):  # too broken to be printed
         return ""
     place_of = {line.node: i for i, line in enumerate(lines)}
-    near = next((other for other in _nearest(node) if other in place_of), None)
+    # `getitem` nodes, reads and slots have no printed line
+    nearest = reached([node], lambda other: (*other.all_input_nodes, *other.users))
+    near = next((other for other in nearest if other in place_of), None)
     if near is None:
         return ""
     place = place_of[near]
@@ -186,15 +187,3 @@ def surroundings(program: Program, node: fx.Node | None) -> str:
 def _shown(line: Line, width: int) -> str:
     source = source_line(line.node) if is_region_call(line.node) else ""
     return rendered_line(line, width) + (f", {source}" if source else "")
-
-
-def _nearest(node: fx.Node) -> Iterator[fx.Node]:
-    """Searches breadth first, because `getitem` nodes, reads and slots have no printed line."""
-    seen = {node: None}
-    waiting = deque([node])
-    while waiting:
-        current = waiting.popleft()
-        yield current
-        new = [other for other in (*current.all_input_nodes, *current.users) if other not in seen]
-        seen.update(dict.fromkeys(new))
-        waiting.extend(new)

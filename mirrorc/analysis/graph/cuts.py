@@ -12,7 +12,7 @@ from torch import fx
 
 from mirrorc.analysis.graph.aliases import viewed
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import calls_to
+from mirrorc.ir.nodes import calls_to, reached
 from mirrorc.ir.program import ArgumentKind, Program, placeholders_of
 from mirrorc.torch_internals import num_bytes_now
 
@@ -43,15 +43,11 @@ def moved_before_cuts(piece_of: Mapping[fx.Node, int], min_bytes: int) -> dict[f
 
 
 def _readers_behind(value: fx.Node, piece_of: Mapping[fx.Node, int]) -> set[fx.Node]:
-    readers: set[fx.Node] = set()
-    pending = [value]
-    for node in pending:
-        for user in node.users:
-            if piece_of.get(user) != piece_of[value] and user not in readers:
-                readers.add(user)
-                if viewed(user) is not None:
-                    pending.append(user)
-    return readers
+    def readers(node: fx.Node) -> list[fx.Node]:
+        is_read = node is value or viewed(node) is not None
+        return [user for user in node.users if piece_of.get(user) != piece_of[value]] if is_read else []
+
+    return set(reached([value], readers)) - {value}
 
 
 def _needed(readers: set[fx.Node], piece: int, piece_of: Mapping[fx.Node, int]) -> set[fx.Node] | None:

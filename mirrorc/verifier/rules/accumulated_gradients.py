@@ -10,7 +10,7 @@ from torch import fx
 
 from mirrorc.analysis.buckets.bucket_parts import GRADIENTS, BucketParts
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import bucket_of, calls_to, is_computed, pack_of, replica_of
+from mirrorc.ir.nodes import bucket_of, calls_to, is_computed, pack_of, reached, replica_of
 from mirrorc.ir.program import Accumulation, Program, Stage
 from mirrorc.ir.routes import replica_at
 from mirrorc.verifier.rules.rule import Violation, calls, last_of_bucket, rule, say_pack, scopes
@@ -110,19 +110,11 @@ def _takes_local_pack(program: Program, parts: BucketParts, node: fx.Node) -> bo
     if part is None or part.steps or not 0 <= index < len(program.buckets):
         return False
     source: Any = node.args[0]
-    is_summed_up = any(value.target is ops.add_accumulated for value in _computed_of(source))
+    values = reached([source], lambda value: value.all_input_nodes if is_computed(value) else ())
+    is_summed_up = any(value.target is ops.add_accumulated for value in values)
     replica = program.workers.first_replica + replica_at(program, node)
     whole = (0, program.buckets[index].num_elements)
     if node.target is ops.add_accumulated:
         packs = program.buckets[index].launch_units
         whole = next(((pack.start, pack.stop) for pack in packs if pack.number == pack_of(node)), (0, 0))
     return part.holds(GRADIENTS, index, *whole, [replica]) and not is_summed_up
-
-
-def _computed_of(value: fx.Node) -> Iterator[fx.Node]:
-    waiting = [value]
-    while waiting:
-        node = waiting.pop()
-        if is_computed(node):
-            yield node
-            waiting += node.all_input_nodes
