@@ -19,7 +19,7 @@ from typing import Any
 from deep_program import deep_program
 
 import mirrorc
-from mirrorc.dumps.pass_report import PassReport
+from mirrorc.dumps.files import PassReport
 from mirrorc.ir.program import Program
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes

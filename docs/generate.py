@@ -22,8 +22,7 @@ from mirrorc.options.option import Exclusion, Option, records_of
 from mirrorc.options.table import MODES, OPTIONS
 from mirrorc.passes import PASSES
 from mirrorc.pipeline import protocol
-from mirrorc.pipeline.pass_description import PassDescription
-from mirrorc.pipeline.protocol import traits_of
+from mirrorc.pipeline.protocol import PassDescription, traits_of
 from mirrorc.verifier.rules.rule import rules
 
 ROOT = Path(__file__).parents[1]

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 
-from mirrorc.analysis.communication.worker_schedule import schedule_hash
+from mirrorc.analysis.communication.worker_meetings import schedule_hash
 from mirrorc.calls.program_runs import ProgramRuns
 from mirrorc.calls.worker_batch import part_of_worker
 from mirrorc.capture.call.signature import fewest_examples
@@ -26,10 +26,8 @@ from mirrorc.messages.problem import problem
 from mirrorc.messages.wording import counted
 from mirrorc.options.gradient_clipping import measured_norms
 from mirrorc.options.step_options import StepOptions
-from mirrorc.report.logged_figures import metrics_of
-from mirrorc.report.page import write_report
-from mirrorc.report.saved import load_report
-from mirrorc.report.step_report import step_report
+from mirrorc.report.page import load_report, write_report
+from mirrorc.report.step_report import metrics_of, step_report
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.memory.estimate import report_memory
 from mirrorc.runtime.memory.report import MemoryReport

@@ -19,7 +19,7 @@ Names = Annotated[list[str] | None, typer.Argument(help="only these, with their 
 def passes(names: Names = None) -> None:
     """Lists the passes in order, with their options."""
     from mirrorc.passes import PASSES
-    from mirrorc.pipeline.pass_description import PassDescription
+    from mirrorc.pipeline.protocol import PassDescription
 
     for name in _checked(names, PASSES, "pass", "mirrorc passes"):
         described = PassDescription.of(PASSES[name]())

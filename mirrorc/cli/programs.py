@@ -158,7 +158,7 @@ def report(
 
     The step of a saved program is predicted.
     """
-    from mirrorc.report.saved import report_file
+    from mirrorc.report.page import report_file
 
     try:
         report_file(file, output, compare)

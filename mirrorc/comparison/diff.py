@@ -179,10 +179,8 @@ def _hunks(name: str, old_part: _Part, new_part: _Part) -> Iterator[str]:
 
 
 def _span(part: _Part, first: int, start: int, stop: int) -> str:
-    number = (
-        part.numbers[first + start] if first + start < len(part.numbers) else part.numbers[-1] if part.numbers else 0
-    )
-    return f"{number},{stop - start}"
+    numbers = part.numbers[first + start :] or part.numbers[-1:] or [0]
+    return f"{numbers[0]},{stop - start}"
 
 
 def _load(path: Path) -> Program | str:

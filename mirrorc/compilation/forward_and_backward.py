@@ -11,8 +11,7 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.graph.aliases import origins, shared_by
-from mirrorc.analysis.graph.backward import first_of_backward
-from mirrorc.analysis.graph.cuts import source_of_part
+from mirrorc.analysis.graph.cuts import first_of_backward, source_of_part
 from mirrorc.capture.diagnostics.capture_errors import EVEN_BATCHES
 from mirrorc.custom_ops.eager_calls import take_gradient
 from mirrorc.custom_ops.output_tangents import output_tangent

@@ -47,8 +47,7 @@ from mirrorc.options.gradient_clipping import check_bounds_of_groups
 from mirrorc.options.placement import check_owned_names
 from mirrorc.options.step_options import StepOptions
 from mirrorc.passes import PlanBuckets
-from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.pipeline.pass_order import check_end
+from mirrorc.pipeline.pass_manager import check_end, run_passes
 from mirrorc.pipeline.protocol import Instrument, Pass
 from mirrorc.runtime.codegen.regions import RegionCompiler, RegionFunction
 from mirrorc.runtime.execution.cuda_graphs import CudaCapturer, StepGraph, check_captured_program

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mirrorc.analysis.communication.worker_meetings import gathered_rows, worker_meetings
-from mirrorc.analysis.communication.worker_schedule import worker_schedule
+from mirrorc.analysis.communication.worker_meetings import gathered_rows, worker_meetings, worker_schedule
 from mirrorc.analysis.gradients.sent_factors import Counts
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.cluster.consistency import digest

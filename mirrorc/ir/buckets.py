@@ -106,10 +106,8 @@ class Bucket:
 
     def slots_in(self, pack: Pack) -> list[Slot]:
         """Padding after a slot belongs to the slot."""
-        ends = [*(slot.offset for slot in self.slots[1:]), self.num_elements]
-        return [
-            slot for slot, end in zip(self.slots, ends, strict=True) if slot.offset < pack.stop and pack.start < end
-        ]
+        ends = zip(self.slots, [*(slot.offset for slot in self.slots[1:]), self.num_elements], strict=True)
+        return [slot for slot, end in ends if slot.offset < pack.stop and pack.start < end]
 
     @property
     def num_bytes(self) -> int:

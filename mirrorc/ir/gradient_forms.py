@@ -142,9 +142,7 @@ def details_of(gradient: fx.Node) -> dict[str, Any]:
 
 
 def matrix_product(gradient: fx.Node) -> fx.Node | None:
-    """The `mm` node that computes a gradient, maybe followed by views. None without one, or if the product has other
-    users.
-    """
+    """The `mm` node, maybe under views, that computes a gradient; None without one, or with other users of it."""
     node = gradient
     while node.target in SAME_MEMORY and len(node.users) == 1:
         source = node.args[0]

@@ -33,12 +33,7 @@ def copy_into(graph: fx.Graph, source: fx.Graph) -> Any:
 
 
 def copy_node(
-    graph: fx.Graph,
-    node: fx.Node,
-    values: Mapping[fx.Node, fx.Node],
-    *,
-    name: str | None = None,
-    **more: Any,
+    graph: fx.Graph, node: fx.Node, values: Mapping[fx.Node, fx.Node], *, name: str | None = None, **more: Any
 ) -> fx.Node:
     args: Any = node.args
     kwargs: Any = node.kwargs
@@ -90,12 +85,10 @@ def source_of(node: fx.Node) -> dict[str, Any]:
 def remove_unused(graph: fx.Graph) -> None:
     """Operations of the IR stay, for their effects."""
     for node in reversed(list(graph.nodes)):
-        if (is_compute(node) or node.target is operator.getitem) and not node.users and not _writes(node):
+        if node.users:
+            continue
+        if node.target is operator.getitem or (is_compute(node) and not writes_argument(node.target)):
             graph.erase_node(node)
-
-
-def _writes(node: fx.Node) -> bool:
-    return is_operator(node.target) and writes_argument(node.target)
 
 
 @contextlib.contextmanager

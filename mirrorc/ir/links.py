@@ -25,10 +25,6 @@ class SumPlace(enum.Enum):
     ADDITIONAL = "additional"  # in memory that the wait allocates
 
 
-def _no_objection(devices: Sequence[Device]) -> str:
-    return ""
-
-
 @dataclass(frozen=True)
 class Link:
     """A transport of collectives.
@@ -46,7 +42,7 @@ class Link:
 
     name: str
     device_type: str | None = None
-    why_not: Callable[[Sequence[Device]], str] = _no_objection
+    why_not: Callable[[Sequence[Device]], str] = lambda devices: ""
     preference: int | None = None
     reads_shared_memory: bool = False
     moves_by_itself: bool = False
@@ -163,19 +159,11 @@ def why_memory_is_not_shared(devices: Sequence[Device]) -> str:
     return ""
 
 
-def _shared_memory(devices: Sequence[Device]) -> str:
-    return "" if have_shared_memory(devices) else "they do not share one memory"
-
-
-def _a_gpu_each(devices: Sequence[Device]) -> str:
-    return "" if len({device.memory for device in devices}) == len(devices) else "some devices share one GPU"
-
-
 register_link(
     Link(
         "shared-memory",
         device_type="cpu",
-        why_not=_shared_memory,
+        why_not=lambda devices: "" if have_shared_memory(devices) else "they do not share one memory",
         preference=1,
         reads_shared_memory=True,
         sum_place=SumPlace.FIRST,
@@ -186,7 +174,7 @@ register_link(
     Link(
         "nccl",
         device_type="cuda",
-        why_not=_a_gpu_each,
+        why_not=lambda devices: "some devices share one GPU" if len({d.memory for d in devices}) < len(devices) else "",
         preference=1,
         moves_by_itself=True,
         carries=(ops.all_reduce,),

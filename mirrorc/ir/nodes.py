@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -32,9 +33,7 @@ def is_of(node: Any, kind: Kind) -> bool:
 
 
 def part_keywords(target: Any, args: tuple[Any, ...]) -> tuple[Operation, dict[str, Any]] | None:
-    """The operation and its keywords for one bucket, if ``target`` is `getitem` on a list with a result per bucket;
-    else None.
-    """
+    """The operation and its keywords for one bucket, if the target is `getitem` on a result per bucket."""
     source, place = args if target is operator.getitem else (None, None)
     record = operation_of(source.target) if isinstance(source, fx.Node) else None
     if record is None or not isinstance(record.operands, str):
@@ -102,13 +101,19 @@ def origin_of(node: fx.Node) -> fx.Node:
     return node
 
 
-def ancestors(node: fx.Node) -> set[fx.Node]:
-    seen, waiting = {node}, [node]
-    while waiting:
-        new = [source for source in waiting.pop().all_input_nodes if source not in seen]
+def reached(starts: Iterable[fx.Node], onward: Callable[[fx.Node], Iterable[fx.Node]]) -> Iterator[fx.Node]:
+    """The starts, and the nodes that ``onward`` leads to: each once, breadth first."""
+    seen = dict.fromkeys(starts)
+    waiting = list(seen)
+    for node in waiting:
+        yield node
+        new = dict.fromkeys(other for other in onward(node) if other not in seen)
         seen.update(new)
         waiting += new
-    return seen
+
+
+def ancestors(node: fx.Node) -> set[fx.Node]:
+    return set(reached([node], lambda user: user.all_input_nodes))
 
 
 def is_early(commit: fx.Node) -> bool:
@@ -116,13 +121,10 @@ def is_early(commit: fx.Node) -> bool:
 
 
 def users_of_sum(wait: fx.Node) -> list[fx.Node]:
-    seen: dict[fx.Node, None] = {}
-    waiting = [wait]
-    while waiting:  # visits each value once: with each addition, the number of paths may double
-        users = [user for user in waiting.pop().users if user not in seen]
-        seen.update(dict.fromkeys(users))
-        waiting.extend(user for user in users if is_computed(user) or user.target is operator.getitem)
-    return sorted(seen)
+    def onward(node: fx.Node) -> Iterable[fx.Node]:
+        return node.users if node is wait or is_computed(node) or node.target is operator.getitem else ()
+
+    return sorted(node for node in reached([wait], onward) if node is not wait)
 
 
 def name_of(node: fx.Node) -> str:
@@ -175,3 +177,21 @@ def call_name(node: fx.Node) -> str:
     about = f"b{node.kwargs['bucket']}" if "bucket" in node.kwargs else str(node.kwargs.get("variable", ""))
     about += f" pack {node.kwargs['pack']}" if node.kwargs.get("pack") is not None else ""
     return f"{name_of(node)} {about}".rstrip()
+
+
+CHECKPOINT = "checkpoint"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A call of `torch.utils.checkpoint`, noted on an operator inside it. ``keeps``: the policy saves the operator's result."""
+
+    number: int
+    keeps: bool = False
+
+
+def checkpoint_of(node: fx.Node) -> Checkpoint | None:
+    while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    checkpoint: Checkpoint | None = node.meta.get(CHECKPOINT)
+    return checkpoint

@@ -267,7 +267,5 @@ class Handlers(Generic[Handler]):
         return self._find(target) is not None
 
     def _find(self, target: Any) -> Handler | None:
-        handler_of_symbol = self._by_symbol.get(target)
-        return handler_of_symbol or next(
-            (handler for selection, handler in self._by_selection if target in selection), None
-        )
+        of_selections = (handler for selection, handler in self._by_selection if target in selection)
+        return self._by_symbol.get(target) or next(of_selections, None)

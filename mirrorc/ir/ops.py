@@ -5,49 +5,44 @@ In a mirrored graph every operation except collectives has the keyword ``replica
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from mirrorc.ir.operation import Effect, Kind, Printed, Selection, operation
+from mirrorc.ir import type_rules
+from mirrorc.ir.operation import Effect, Kind, Printed, Selection, Symbol, TypeRule, operation
 from mirrorc.ir.program import Stage
-from mirrorc.ir.type_rules import (
-    awaited,
-    nothing,
-    number,
-    of_bucket,
-    of_buckets,
-    of_commit,
-    of_compressed,
-    of_decompressed,
-    of_exchange,
-    of_finiteness,
-    of_gather,
-    of_gathered,
-    of_index_add,
-    of_largest,
-    of_loss_scale,
-    of_microbatch,
-    of_norm,
-    of_operand,
-    of_pack,
-    of_packed,
-    of_payload,
-    of_product,
-    of_region,
-    of_report,
-    of_reserved,
-    of_rows,
-    of_rows_of_replicas,
-    of_slot,
-    of_spread,
-    of_stored_rows,
-    of_sum_over_replicas,
-    of_unpacked,
-    of_update,
-    of_variable,
-    pending_operand,
-    pending_sent,
-)
 from mirrorc.ir.value_types import Pending as Pending
+
+_Declaration = Callable[[Callable[..., Any]], Symbol]
+
+
+def _source(gives: TypeRule, called: str, value: str, *, since: Stage, stem: str = "") -> _Declaration:
+    printed = Printed.WHERE_USED
+    return operation(Kind.SOURCE, since=since, gives=gives, stem=stem, value=value, called=called, printed=printed)
+
+
+def _collective(
+    gives: TypeRule, called: str, awaited: str, *effects: Effect, since: Stage, until: Stage = Stage.LOWERED
+) -> _Declaration:
+    return operation(
+        Kind.LAUNCH,
+        since=since,
+        until=until,
+        effects=(Effect.LAUNCHES, Effect.JOINS, *effects),
+        gives=gives,
+        stem=called,
+        value="pending",
+        called=called,
+        awaited=awaited,
+    )
+
+
+def _bucket_value(gives: TypeRule, called: str, value: str, *, since: Stage) -> _Declaration:
+    return operation(Kind.COMPUTE, since=since, gives=gives, stem=called, value=value, called=called)
+
+
+def _meeting(gives: TypeRule, stem: str) -> _Declaration:
+    return operation(Kind.WAIT, since=Stage.CAPTURED, effects=(Effect.MEETS,), gives=gives, stem=stem, value="computed")
 
 
 @operation(
@@ -64,32 +59,17 @@ def argument(*, name: str, replica: int) -> Any:
     """An argument of a replica's program."""
 
 
-@operation(
-    Kind.SOURCE,
-    since=Stage.CAPTURED,
-    gives=of_variable,
-    value="variable",
-    called="{variable}",
-    printed=Printed.WHERE_USED,
-)
+@_source(type_rules.of_variable, "{variable}", "variable", since=Stage.CAPTURED)
 def read(*, variable: str, replica: int | None = None) -> Any:
     """A variable before the step's update."""
 
 
-@operation(
-    Kind.SOURCE,
-    since=Stage.OUTLINED,
-    gives=of_slot,
-    stem="slot_{variable}",
-    value="slot",
-    called="slot({variable})",
-    printed=Printed.WHERE_USED,
-)
+@_source(type_rules.of_slot, "slot({variable})", "slot", since=Stage.OUTLINED, stem="slot_{variable}")
 def slot(*, bucket: int, variable: str, replica: int | None = None) -> Any:
     """A gradient's place in its bucket, where a region writes it."""
 
 
-@operation(Kind.SOURCE, since=Stage.OUTLINED, gives=of_reserved, stem="reserved_{number}", value="slot")
+@operation(Kind.SOURCE, since=Stage.OUTLINED, gives=type_rules.of_reserved, stem="reserved_{number}", value="slot")
 def reserved(*, number: int, shape: tuple[int, ...], dtype: Any, replica: int | None = None) -> Any:
     """Memory for a large result of a region, reused in each step.
 
@@ -97,35 +77,29 @@ def reserved(*, number: int, shape: tuple[int, ...], dtype: Any, replica: int | 
     """
 
 
-@operation(
-    Kind.SOURCE,
-    since=Stage.UPDATED,
-    gives=of_loss_scale,
-    stem="loss_scale",
-    value="computed",
-    called="loss_scale",
-    printed=Printed.WHERE_USED,
-)
+@_source(type_rules.of_loss_scale, "loss_scale", "computed", since=Stage.UPDATED, stem="loss_scale")
 def loss_scale(*, replica: int) -> Any:
     """This step's loss scale, from the user's `GradScaler`."""
 
 
-@operation(Kind.COMPUTE, since=Stage.OUTLINED, gives=of_microbatch)
+@operation(Kind.COMPUTE, since=Stage.OUTLINED, gives=type_rules.of_microbatch)
 def microbatch(argument: Any, *, index: int, sizes: tuple[int, ...], replica: int | None = None) -> Any:
     """A view of the examples of one microbatch. ``sizes`` are the numbers of examples of all microbatches."""
 
 
-@operation(Kind.COMPUTE, since=Stage.OUTLINED, gives=of_operand)
+@operation(Kind.COMPUTE, since=Stage.OUTLINED, gives=type_rules.of_operand)
 def microbatch_seed(seed: Any, *, index: int, replica: int | None = None) -> Any:
     """The random stream of one microbatch, derived from its replica's."""
 
 
-@operation(Kind.FACTORED, since=Stage.OUTLINED, gives=of_product, stem="d_{variable}", hidden=("variable",))
+@operation(Kind.FACTORED, since=Stage.OUTLINED, gives=type_rules.of_product, stem="d_{variable}", hidden=("variable",))
 def product(*factors: Any, bucket: int, variable: str, replica: int | None = None) -> Any:
     """A gradient as factors: a pair ``left, right`` for each microbatch. The gradient is the sum of ``left @ right``."""
 
 
-@operation(Kind.FACTORED, since=Stage.OUTLINED, gives=of_index_add, stem="d_{variable}", hidden=("variable",))
+@operation(
+    Kind.FACTORED, since=Stage.OUTLINED, gives=type_rules.of_index_add, stem="d_{variable}", hidden=("variable",)
+)
 def index_add(*factors: Any, bucket: int, variable: str, padding_idx: int = -1, replica: int | None = None) -> Any:
     """A table's gradient as factors: ``rows`` [..., width] are added up at ``indices`` [...]; other rows are zero.
 
@@ -137,7 +111,7 @@ def index_add(*factors: Any, bucket: int, variable: str, padding_idx: int = -1, 
     Kind.REGION,
     since=Stage.OUTLINED,
     until=Stage.SCHEDULED,
-    gives=of_region,
+    gives=type_rules.of_region,
     stem="{region}",
     hidden=("region", "gradients"),
 )
@@ -145,17 +119,15 @@ def call_region(*args: Any, region: str, gradients: dict[str, int], replica: int
     """Runs a region. ``gradients`` maps variables to the indices of their gradients among the outputs."""
 
 
-@operation(Kind.CHECK, since=Stage.CAPTURED, effects=(Effect.CHECKS,), gives=nothing, stem="check", hidden=("text",))
+@operation(
+    Kind.CHECK, since=Stage.CAPTURED, effects=(Effect.CHECKS,), gives=type_rules.nothing, stem="check", hidden=("text",)
+)
 def check(condition: Any, *, text: str, replica: int | None = None) -> None:
     """Raises an error with this text unless the condition (one element) is true. No state has changed by then."""
 
 
 @operation(
-    Kind.GATHER,
-    since=Stage.CAPTURED,
-    effects=(Effect.GATHERS,),
-    gives=of_gather,
-    stem="gather_{output}",
+    Kind.GATHER, since=Stage.CAPTURED, effects=(Effect.GATHERS,), gives=type_rules.of_gather, stem="gather_{output}"
 )
 def gather(value: Any, *, output: str, how: str, replica: int | None = None) -> None:
     """Returns a replica's part of an output (other than the loss) to the step's caller.
@@ -168,7 +140,7 @@ def gather(value: Any, *, output: str, how: str, replica: int | None = None) -> 
     Kind.GATHER,
     since=Stage.CAPTURED,
     effects=(Effect.GATHERS,),
-    gives=nothing,
+    gives=type_rules.nothing,
     stem="keep_{number}",
     hidden=("number",),
     printed=Printed.TOGETHER,
@@ -178,7 +150,12 @@ def keep(value: Any, *, number: int, replica: int | None = None) -> None:
 
 
 @operation(
-    Kind.PACK, since=Stage.PACKED, gives=of_pack, stem="b{bucket}{pack}", value="bucket", called="b{bucket}{pack}"
+    Kind.PACK,
+    since=Stage.PACKED,
+    gives=type_rules.of_pack,
+    stem="b{bucket}{pack}",
+    value="bucket",
+    called="b{bucket}{pack}",
 )
 def pack(*gradients: Any, bucket: int, pack: int | None = None, replica: int) -> Any:
     """Copies gradients into their slots. The result is the bucket, or one pack of it.
@@ -187,49 +164,24 @@ def pack(*gradients: Any, bucket: int, pack: int | None = None, replica: int) ->
     """
 
 
-@operation(Kind.COMPUTE, since=Stage.PACKED, gives=of_packed)
+@operation(Kind.COMPUTE, since=Stage.PACKED, gives=type_rules.of_packed)
 def add_accumulated(packed: Any, *, bucket: int, pack: int | None = None, replica: int) -> Any:
     """Adds this replica's gradients of earlier calls to the packed ones, in place."""
 
 
-@operation(
-    Kind.LAUNCH,
-    since=Stage.REDUCED,
-    effects=(Effect.LAUNCHES, Effect.JOINS, Effect.SUMS),
-    gives=pending_operand,
-    stem="b{bucket}{pack}_pending",
-    value="pending",
-    called="b{bucket}{pack}_pending",
-    awaited="sum",
-)
+@_collective(type_rules.pending_operand, "b{bucket}{pack}_pending", "sum", Effect.SUMS, since=Stage.REDUCED)
 def all_reduce(*buckets: Any, bucket: int, pack: int | None = None, op: str, link: str | None = None) -> Any:
     """Launches the sum of a bucket or pack over all replicas."""
 
 
-@operation(
-    Kind.LAUNCH,
-    since=Stage.REDUCED,
-    effects=(Effect.LAUNCHES, Effect.JOINS, Effect.SUMS, Effect.SCATTERS),
-    gives=pending_operand,
-    stem="b{bucket}{pack}_pending",
-    value="pending",
-    called="b{bucket}{pack}_pending",
-    awaited="share",
+@_collective(
+    type_rules.pending_operand, "b{bucket}{pack}_pending", "share", Effect.SUMS, Effect.SCATTERS, since=Stage.REDUCED
 )
 def reduce_scatter(*buckets: Any, bucket: int, pack: int | None = None, op: str, link: str | None = None) -> Any:
     """Launches the sum of a bucket over all replicas; each gets its share."""
 
 
-@operation(
-    Kind.LAUNCH,
-    since=Stage.REDUCED,
-    effects=(Effect.LAUNCHES, Effect.JOINS, Effect.SUMS),
-    gives=of_gathered,
-    stem="b{bucket}_pending",
-    value="pending",
-    called="b{bucket}_pending",
-    awaited="sum",
-)
+@_collective(type_rules.of_gathered, "b{bucket}_pending", "sum", Effect.SUMS, since=Stage.REDUCED)
 def all_gather(*buckets: Any, bucket: int, pack: int | None = None, op: str, link: str | None = None) -> Any:
     """Launches an all-gather of a bucket's factors over all replicas.
 
@@ -238,56 +190,26 @@ def all_gather(*buckets: Any, bucket: int, pack: int | None = None, op: str, lin
     """
 
 
-@operation(
-    Kind.LAUNCH,
-    since=Stage.SCHEDULED,
-    effects=(Effect.LAUNCHES, Effect.JOINS, Effect.SUMS, Effect.SCATTERS),
-    gives=pending_operand,
-    stem="b{bucket}_pending",
-    value="pending",
-    called="b{bucket}_pending",
-    awaited="sum",
+@_collective(
+    type_rules.pending_operand, "b{bucket}_pending", "sum", Effect.SUMS, Effect.SCATTERS, since=Stage.SCHEDULED
 )
 def reduce(*buckets: Any, bucket: int, op: str, root: int, link: str | None = None) -> Any:
     """Launches the sum of a bucket over all replicas, for replica ``root`` alone."""
 
 
-@operation(
-    Kind.COMPUTE,
-    since=Stage.SCHEDULED,
-    gives=of_compressed,
-    stem="b{bucket}{pack}_compressed",
-    value="reduced",
-    called="b{bucket}{pack}_compressed",
-)
+@_bucket_value(type_rules.of_compressed, "b{bucket}{pack}_compressed", "reduced", since=Stage.SCHEDULED)
 def compress(local_sum: Any, *, dtype: Any, bucket: int, pack: int | None = None, replica: int) -> Any:
     """Rounds a replica's part of its worker's sum to a narrower ``dtype``. The worker's replicas share the memory of
     the result.
     """
 
 
-@operation(
-    Kind.COMPUTE,
-    since=Stage.SCHEDULED,
-    gives=of_decompressed,
-    stem="b{bucket}{pack}_wide",
-    value="reduced",
-    called="b{bucket}{pack}_wide",
-)
+@_bucket_value(type_rules.of_decompressed, "b{bucket}{pack}_wide", "reduced", since=Stage.SCHEDULED)
 def decompress(total: Any, *, bucket: int, pack: int | None = None, replica: int) -> Any:
     """Casts a sum of compressed values back to the bucket's dtype, in the bucket's memory."""
 
 
-@operation(
-    Kind.LAUNCH,
-    since=Stage.SCHEDULED,
-    effects=(Effect.LAUNCHES, Effect.JOINS, Effect.EXCHANGES),
-    gives=of_exchange,
-    stem="b{bucket}{pack}_exchange",
-    value="pending",
-    called="b{bucket}{pack}_exchange",
-    awaited="total",
-)
+@_collective(type_rules.of_exchange, "b{bucket}{pack}_exchange", "total", Effect.EXCHANGES, since=Stage.SCHEDULED)
 def exchange(*sums: Any, bucket: int, pack: int | None = None, op: str, link: str | None = None) -> Any:
     """Launches the sum of a bucket over all workers, which have reduced it over their own replicas.
 
@@ -295,14 +217,7 @@ def exchange(*sums: Any, bucket: int, pack: int | None = None, op: str, link: st
     """
 
 
-@operation(
-    Kind.COMPUTE,
-    since=Stage.SCHEDULED,
-    gives=of_operand,
-    stem="b{bucket}{pack}_with_unsent",
-    value="reduced",
-    called="b{bucket}{pack}_with_unsent",
-)
+@_bucket_value(type_rules.of_operand, "b{bucket}{pack}_with_unsent", "reduced", since=Stage.SCHEDULED)
 def add_unsent(local_sum: Any, *, bucket: int, pack: int | None = None, replica: int) -> Any:
     """Adds the residual of earlier steps to a replica's part of its worker's sum. The result has memory outside of the
     bucket.
@@ -311,16 +226,7 @@ def add_unsent(local_sum: Any, *, bucket: int, pack: int | None = None, replica:
     """
 
 
-@operation(
-    Kind.LAUNCH,
-    since=Stage.SCHEDULED,
-    effects=(Effect.LAUNCHES, Effect.JOINS, Effect.EXCHANGES),
-    gives=of_largest,
-    stem="b{bucket}{pack}_largest",
-    value="pending",
-    called="b{bucket}{pack}_largest",
-    awaited="total",
-)
+@_collective(type_rules.of_largest, "b{bucket}{pack}_largest", "total", Effect.EXCHANGES, since=Stage.SCHEDULED)
 def gather_largest(
     *sums: Any, count: int, bucket: int, pack: int | None = None, op: str, link: str | None = None
 ) -> Any:
@@ -330,16 +236,7 @@ def gather_largest(
     """
 
 
-@operation(
-    Kind.LAUNCH,
-    since=Stage.SCHEDULED,
-    effects=(Effect.LAUNCHES, Effect.JOINS, Effect.EXCHANGES),
-    gives=of_payload,
-    stem="b{bucket}{pack}_payload",
-    value="pending",
-    called="b{bucket}{pack}_payload",
-    awaited="total",
-)
+@_collective(type_rules.of_payload, "b{bucket}{pack}_payload", "total", Effect.EXCHANGES, since=Stage.SCHEDULED)
 def exchange_payload(
     *sums: Any, payload: str, num_bytes: int, bucket: int, pack: int | None = None, op: str, link: str | None = None
 ) -> Any:
@@ -349,16 +246,7 @@ def exchange_payload(
     """
 
 
-@operation(
-    Kind.LAUNCH,
-    since=Stage.SCHEDULED,
-    effects=(Effect.LAUNCHES, Effect.JOINS, Effect.EXCHANGES),
-    gives=of_gathered,
-    stem="b{bucket}{pack}_factors",
-    value="pending",
-    called="b{bucket}{pack}_factors",
-    awaited="total",
-)
+@_collective(type_rules.of_gathered, "b{bucket}{pack}_factors", "total", Effect.EXCHANGES, since=Stage.SCHEDULED)
 def gather_factors(*buckets: Any, bucket: int, pack: int | None = None, op: str, link: str | None = None) -> Any:
     """Launches an all-gather of a bucket's factors over all workers.
 
@@ -366,15 +254,8 @@ def gather_factors(*buckets: Any, bucket: int, pack: int | None = None, op: str,
     """
 
 
-@operation(
-    Kind.LAUNCH,
-    since=Stage.SCHEDULED,
-    effects=(Effect.LAUNCHES, Effect.JOINS, Effect.EXCHANGES, Effect.SCATTERS),
-    gives=of_exchange,
-    stem="b{bucket}_scatter",
-    value="pending",
-    called="b{bucket}_scatter",
-    awaited="part",
+@_collective(
+    type_rules.of_exchange, "b{bucket}_scatter", "part", Effect.EXCHANGES, Effect.SCATTERS, since=Stage.SCHEDULED
 )
 def scatter_sums(*sums: Any, bucket: int, op: str, link: str | None = None) -> Any:
     """Launches a reduce-scatter of a bucket over all workers. Each worker gets a part, divided into shares for its
@@ -382,31 +263,12 @@ def scatter_sums(*sums: Any, bucket: int, op: str, link: str | None = None) -> A
     """
 
 
-@operation(
-    Kind.LAUNCH,
-    since=Stage.SCHEDULED,
-    effects=(Effect.LAUNCHES, Effect.JOINS, Effect.SPREADS),
-    gives=of_spread,
-    stem="b{bucket}_gather",
-    value="pending",
-    called="b{bucket}_gather",
-    awaited="parameters",
-)
+@_collective(type_rules.of_spread, "b{bucket}_gather", "parameters", Effect.SPREADS, since=Stage.SCHEDULED)
 def gather_parameters(*, bucket: int, link: str | None = None) -> Any:
     """Launches an all-gather of a bucket's new parameters. Each worker has updated a part of them."""
 
 
-@operation(
-    Kind.LAUNCH,
-    since=Stage.UPDATED,
-    until=Stage.SCHEDULED,
-    effects=(Effect.LAUNCHES, Effect.JOINS),
-    gives=pending_operand,
-    stem="b{bucket}_pending",
-    value="pending",
-    called="b{bucket}_pending",
-    awaited="parameters",
-)
+@_collective(type_rules.pending_operand, "b{bucket}_pending", "parameters", since=Stage.UPDATED, until=Stage.SCHEDULED)
 def broadcast(value: Any, *, bucket: int, root: int, link: str | None = None) -> Any:
     """Launches the broadcast of replica ``root``'s part of a bucket to all replicas."""
 
@@ -415,7 +277,7 @@ def broadcast(value: Any, *, bucket: int, root: int, link: str | None = None) ->
     Kind.LAUNCH,
     since=Stage.UPDATED,
     effects=(Effect.SENDS,),
-    gives=nothing,
+    gives=type_rules.nothing,
     stem="send_b{bucket}{pack}_to_r{destination}",
 )
 def send(
@@ -436,7 +298,7 @@ def send(
     Kind.LAUNCH,
     since=Stage.UPDATED,
     effects=(Effect.LAUNCHES, Effect.RECEIVES),
-    gives=pending_sent,
+    gives=type_rules.pending_sent,
     stem="b{bucket}{pack}{part}_incoming",
     value="pending",
     called="b{bucket}{pack}{part}_incoming",
@@ -452,7 +314,7 @@ def recv(
     Kind.WAIT,
     since=Stage.REDUCED,
     effects=(Effect.WAITS,),
-    gives=awaited,
+    gives=type_rules.awaited,
     stem="b{bucket}{pack}{part}_{awaited}",
     value="reduced",
     called="b{bucket}{pack}{part}_{awaited}",
@@ -461,14 +323,7 @@ def wait(pending: Pending, *, bucket: int, pack: int | None = None, replica: int
     """Turns a pending value into a tensor, once per replica."""
 
 
-@operation(
-    Kind.WAIT,
-    since=Stage.CAPTURED,
-    effects=(Effect.MEETS,),
-    gives=of_sum_over_replicas,
-    stem="sum_{number}",
-    value="computed",
-)
+@_meeting(type_rules.of_sum_over_replicas, "sum_{number}")
 def sum_over_replicas(value: Any, *, number: int, replica: int | None = None) -> Any:
     """Waits for the sum of a value over all replicas with examples: `mirrorc.all_reduce`.
 
@@ -476,14 +331,7 @@ def sum_over_replicas(value: Any, *, number: int, replica: int | None = None) ->
     """
 
 
-@operation(
-    Kind.WAIT,
-    since=Stage.CAPTURED,
-    effects=(Effect.MEETS,),
-    gives=of_rows_of_replicas,
-    stem="rows_{number}",
-    value="computed",
-)
+@_meeting(type_rules.of_rows_of_replicas, "rows_{number}")
 def rows_of_replicas(value: Any, *, number: int, rows: int, before: int = 0, replica: int | None = None) -> Any:
     """Concatenates the values of all replicas with examples: `mirrorc.all_gather`.
 
@@ -491,24 +339,13 @@ def rows_of_replicas(value: Any, *, number: int, rows: int, before: int = 0, rep
     """
 
 
-@operation(
-    Kind.WAIT,
-    since=Stage.CAPTURED,
-    effects=(Effect.MEETS,),
-    gives=of_rows_of_replicas,
-    stem="own_{number}",
-    value="computed",
-)
+@_meeting(type_rules.of_rows_of_replicas, "own_{number}")
 def own_rows_of_sum(value: Any, *, number: int, rows: int, before: int = 0, replica: int | None = None) -> Any:
     """A replica's rows of a sum over all replicas: the gradient of `rows_of_replicas`."""
 
 
 @operation(
-    Kind.WAIT,
-    since=Stage.REPLICATED,
-    effects=(Effect.ATTENDS,),
-    gives=nothing,
-    stem="attend_{number}",
+    Kind.WAIT, since=Stage.REPLICATED, effects=(Effect.ATTENDS,), gives=type_rules.nothing, stem="attend_{number}"
 )
 def attend(*, number: int, meeting: str, shape: tuple[int, ...], dtype: Any, replica: int) -> None:
     """Joins a collective of the model on a worker that has no examples.
@@ -517,24 +354,17 @@ def attend(*, number: int, meeting: str, shape: tuple[int, ...], dtype: Any, rep
     """
 
 
-@operation(
-    Kind.COMPUTE,
-    since=Stage.REDUCED,
-    gives=of_unpacked,
-    stem="b{bucket}_whole",
-    value="reduced",
-    called="b{bucket}_whole",
-)
+@_bucket_value(type_rules.of_unpacked, "b{bucket}_whole", "reduced", since=Stage.REDUCED)
 def unpack(*packs: Any, bucket: int, replica: int) -> Any:
     """Joins all packs of a bucket. Only packs outside of the bucket's memory are copied."""
 
 
-@operation(Kind.COMPUTE, since=Stage.UPDATED, gives=of_finiteness)
+@operation(Kind.COMPUTE, since=Stage.UPDATED, gives=type_rules.of_finiteness)
 def is_finite(value: Any, *, replica: int) -> Any:
     """Tests that all elements of a value are finite. Only `commit` takes the result."""
 
 
-@operation(Kind.COMPUTE, since=Stage.UPDATED, gives=of_norm)
+@operation(Kind.COMPUTE, since=Stage.UPDATED, gives=type_rules.of_norm)
 def norm(*values: Any, norm_type: float, row: int = 0, replica: int) -> Any:
     """The ``norm_type``-norm of all elements of its operands together.
 
@@ -546,7 +376,7 @@ def norm(*values: Any, norm_type: float, row: int = 0, replica: int) -> Any:
     Kind.WAIT,
     since=Stage.UPDATED,
     effects=(Effect.COMMITS,),
-    gives=of_commit,
+    gives=type_rules.of_commit,
     stem="commit",
     value="computed",
     called="met",
@@ -561,27 +391,29 @@ def commit(*operands: Any, otherwise: str | None = None, early: bool = False, re
     """
 
 
-@operation(Kind.COMPUTE, since=Stage.UPDATED, gives=number)
+@operation(Kind.COMPUTE, since=Stage.UPDATED, gives=type_rules.number)
 def clip_factor(norm: Any, *, max_norm: float, replica: int) -> Any:
     """The factor that scales gradients with this norm to at most ``max_norm``; 1 if they need no scaling."""
 
 
-@operation(Kind.COMPUTE, since=Stage.UPDATED, gives=of_operand)
+@operation(Kind.COMPUTE, since=Stage.UPDATED, gives=type_rules.of_operand)
 def scale(gradient: Any, factor: Any, *, replica: int) -> Any:
     """A reduced gradient times a factor. It may overwrite the gradient, so nothing may read the gradient afterwards."""
 
 
-@operation(Kind.COMPUTE, since=Stage.UPDATED, gives=of_operand)
+@operation(Kind.COMPUTE, since=Stage.UPDATED, gives=type_rules.of_operand)
 def clip_value(gradient: Any, *, max_value: float, replica: int) -> Any:
     """A reduced gradient, clamped to ``-max_value`` to ``max_value``. It may overwrite the gradient."""
 
 
-@operation(Kind.GATHER, since=Stage.UPDATED, effects=(Effect.TELLS,), gives=of_report, stem="tell_{what}")
+@operation(Kind.GATHER, since=Stage.UPDATED, effects=(Effect.TELLS,), gives=type_rules.of_report, stem="tell_{what}")
 def tell(value: Any, *, what: str, replica: int) -> None:
     """Reports a number, equal on all replicas, to the step's caller."""
 
 
-@operation(Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.UPDATES,), gives=of_update, stem="update_b{bucket}")
+@operation(
+    Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.UPDATES,), gives=type_rules.of_update, stem="update_b{bucket}"
+)
 def update(gradient: Any, *factor: Any, part_elements: int | None = None, bucket: int, replica: int) -> None:
     """Applies an element-wise optimizer to a bucket's parameters, or to the replica's share of them.
 
@@ -594,7 +426,7 @@ def update(gradient: Any, *factor: Any, part_elements: int | None = None, bucket
     Kind.UPDATE,
     since=Stage.UPDATED,
     effects=(Effect.UPDATES,),
-    gives=of_buckets,
+    gives=type_rules.of_buckets,
     operands_for="buckets",
     hidden=("buckets",),
     value="parameters",
@@ -604,49 +436,48 @@ def step_optimizer(*gradients: Any, buckets: tuple[int, ...], replica: int) -> A
     """Runs the user's optimizers of these buckets, in order. The results are the new parameters, each 1-D."""
 
 
-@operation(
-    Kind.SOURCE,
-    since=Stage.SCHEDULED,
-    gives=of_bucket,
-    stem="b{bucket}_updated",
-    value="parameters",
-    called="updated(b{bucket})",
-    printed=Printed.WHERE_USED,
-)
+@_source(type_rules.of_bucket, "updated(b{bucket})", "parameters", since=Stage.SCHEDULED, stem="b{bucket}_updated")
 def updated(*, bucket: int, replica: int) -> Any:
     """The updated parameters of a bucket, 1-D, in their memory."""
 
 
-@operation(
-    Kind.COMPUTE,
-    since=Stage.UPDATED,
-    gives=of_rows,
-    stem="b{bucket}_rows",
-    value="parameters",
-    called="b{bucket}_rows",
-)
+@_bucket_value(type_rules.of_rows, "b{bucket}_rows", "parameters", since=Stage.UPDATED)
 def updated_rows(parameters: Any, gradient: Any, *, bucket: int, replica: int) -> Any:
     """The new rows of a table, at the indices of its reduced gradient, sorted and without duplicates."""
 
 
-@operation(Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.UPDATES,), gives=nothing, stem="store_b{bucket}")
+@operation(
+    Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.UPDATES,), gives=type_rules.nothing, stem="store_b{bucket}"
+)
 def store(value: Any, *, bucket: int, replica: int) -> None:
     """Writes a bucket's parameters."""
 
 
 @operation(
-    Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.UPDATES,), gives=of_stored_rows, stem="store_rows_b{bucket}"
+    Kind.UPDATE,
+    since=Stage.UPDATED,
+    effects=(Effect.UPDATES,),
+    gives=type_rules.of_stored_rows,
+    stem="store_rows_b{bucket}",
 )
 def store_rows(rows: Any, gradient: Any, *, bucket: int, replica: int) -> None:
     """Writes rows of a table that another replica has updated, at the gradient's indices."""
 
 
-@operation(Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.ACCUMULATES,), gives=nothing, stem="accumulate_b{bucket}")
+@operation(
+    Kind.UPDATE,
+    since=Stage.UPDATED,
+    effects=(Effect.ACCUMULATES,),
+    gives=type_rules.nothing,
+    stem="accumulate_b{bucket}",
+)
 def accumulate(packed: Any, *, bucket: int, replica: int) -> None:
     """Adds a replica's packed gradients to its sums of earlier calls."""
 
 
-@operation(Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.LEAVES,), gives=nothing, stem="add_to_grad_b{bucket}")
+@operation(
+    Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.LEAVES,), gives=type_rules.nothing, stem="add_to_grad_b{bucket}"
+)
 def add_to_grad(gradient: Any, *, bucket: int, replica: int) -> None:
     """Adds the sum of a bucket's gradients to ``grad`` of the user's parameters at the end of the call."""
 
@@ -655,7 +486,7 @@ def add_to_grad(gradient: Any, *, bucket: int, replica: int) -> None:
     Kind.WRITE,
     since=Stage.UPDATED,
     effects=(Effect.WRITES,),
-    gives=nothing,
+    gives=type_rules.nothing,
     stem="write_{variable}",
     hidden=("variable",),
     printed=Printed.TOGETHER,
@@ -683,11 +514,8 @@ LAUNCHES = Selection(lambda record: Effect.LAUNCHES in record.effects)
 
 UPDATES = Selection(lambda record: Effect.UPDATES in record.effects)
 
-WRITERS = Selection(
-    lambda record: bool(
-        record.effects & {Effect.UPDATES, Effect.ACCUMULATES, Effect.LEAVES, Effect.WRITES, Effect.SPREADS}
-    )
-)
+_WRITES = {Effect.UPDATES, Effect.ACCUMULATES, Effect.LEAVES, Effect.WRITES, Effect.SPREADS}
+WRITERS = Selection(lambda record: bool(record.effects & _WRITES))
 """Operations that write parameters, other variables, or gradients that outlive the call."""
 
 OUTPUT_MEMORY = Selection(lambda record: record.symbol in (slot, reserved))

@@ -84,9 +84,7 @@ class Accumulation(enum.StrEnum):
     NONE = "none"  # the program updates with its own gradients alone
     ADDS = "accumulating"  # the program adds its gradients to the accumulated ones, and updates nothing
     ENDS = "after accumulation"  # the program updates with its own and the accumulated gradients
-    GRADIENTS = (
-        "gradients alone"  # the program adds its gradients to those of the user's parameters, and updates nothing
-    )
+    GRADIENTS = "gradients alone"  # the program adds its gradients to those of the parameters, and updates nothing
     FORWARD = "forward of a module"  # the program keeps values for that of backward, which computes the gradients
 
 
@@ -115,9 +113,7 @@ class ArgumentKind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument of the program. ``leaf`` is an index into the call's tensors, the step's numbers or the replica's
-    sizes.
-    """
+    """An argument. ``leaf`` is an index into the call's tensors, the step's numbers or the replica's sizes."""
 
     name: str
     kind: ArgumentKind
@@ -221,9 +217,8 @@ class Program:
 
     @functools.cached_property
     def packs(self) -> tuple[tuple[Bucket, Pack], ...]:
-        return tuple(
-            sorted(((b, pack) for b in self.buckets for pack in b.launch_units), key=lambda item: item[1].number)
-        )
+        packs = ((bucket, pack) for bucket in self.buckets for pack in bucket.launch_units)
+        return tuple(sorted(packs, key=lambda item: item[1].number))
 
     @functools.cached_property
     def trains(self) -> bool:

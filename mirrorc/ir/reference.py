@@ -35,7 +35,7 @@ def _entry(record: Operation) -> Iterator[str]:
         ("operands", _operands(record)),
         ("keywords", _keywords(record)),
         ("type", (inspect.getdoc(record.gives) or "") if record.gives is not None else "As noted."),
-        ("effects", "; ".join(effect.value for effect in _in_order(record)) or "none"),
+        ("effects", "; ".join(effect.value for effect in Effect if effect in record.effects) or "none"),
         ("value", f"`{record.called}`" if record.called else ""),
         ("printed", _printed(record)),
         (
@@ -49,9 +49,7 @@ def _entry(record: Operation) -> Iterator[str]:
 
 def _operands(record: Operation) -> str:
     parameters = inspect.signature(record.symbol).parameters.values()
-    names = [
-        f"`{p}`" for p in (("*" if p.kind is p.VAR_POSITIONAL else "") + p.name for p in parameters if _is_operand(p))
-    ]
+    names = [f"`{'*' if p.kind is p.VAR_POSITIONAL else ''}{p.name}`" for p in parameters if _is_operand(p)]
     per = f", one for each of `{record.operands}`" if isinstance(record.operands, str) else ""
     return ", ".join(names) + per
 
@@ -61,14 +59,9 @@ def _is_operand(parameter: inspect.Parameter) -> bool:
 
 
 def _keywords(record: Operation) -> str:
-    named = [
-        p for p in inspect.signature(record.symbol).parameters.values() if not _is_operand(p) and p.name != "replica"
-    ]
+    parameters = inspect.signature(record.symbol).parameters.values()
+    named = [p for p in parameters if not _is_operand(p) and p.name != "replica"]
     return ", ".join(f"`{p.name}`" if p.name in record.keywords else f"[`{p.name}`]" for p in named)
-
-
-def _in_order(record: Operation) -> list[Effect]:
-    return [effect for effect in Effect if effect in record.effects]
 
 
 def _printed(record: Operation) -> str:

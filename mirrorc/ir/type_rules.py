@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,13 +19,24 @@ from mirrorc.ir.value_types import ValueType, contiguous_strides, is_same_type, 
 OTHERWISE = ("raise", "skip")
 """See `mirrorc.ir.ops.commit`."""
 
-
 WAYS_TO_GATHER = ("concatenated", "averaged", "summed", "apart")
 """See `mirrorc.ir.ops.gather`."""
 
 
 def noted_type(node: Any) -> ValueType:
     return value_type(node.meta.get("val")) if isinstance(node, fx.Node) else node
+
+
+def _first_operand(node: fx.Node) -> ValueType:
+    return noted_type(node.args[0]) if node.args else None
+
+
+def _is_tensor(kind: ValueType, rank: int | None = None) -> bool:
+    return isinstance(kind, tuple) and kind[0] == "tensor" and rank in (None, len(kind[1]))
+
+
+def _is_inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def any_value(graph: fx.Graph) -> Any:
@@ -82,13 +92,13 @@ def of_slot(program: Program, node: fx.Node) -> ValueType:
 
 def of_reserved(program: Program, node: fx.Node) -> ValueType:
     """A contiguous tensor with its keywords' shape and dtype."""
-    shape, dtype = node.kwargs["shape"], node.kwargs["dtype"]
+    shape: Any = node.kwargs["shape"]
+    dtype = node.kwargs["dtype"]
     if not isinstance(shape, list | tuple) or not all(isinstance(size, int) and size > 0 for size in shape):
         raise TypeError(f"it has the shape {shape}")
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"it has the dtype {dtype}")
-    strides = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
-    return ("tensor", tuple(shape), tuple(strides), dtype, any_value(node.graph).device)
+    return _contiguous(tuple(shape), dtype, any_value(node.graph).device)
 
 
 def of_region(program: Program, node: fx.Node) -> ValueType:
@@ -123,7 +133,7 @@ def _met_with(node: fx.Node) -> tuple[tuple[int, ...], Any, Any]:
     kind, number = noted_type(node.args[0]), node.kwargs["number"]
     if not isinstance(number, int) or number < 0:
         raise TypeError(f"its keyword number is {number!r}, which is none")
-    if not isinstance(kind, tuple) or kind[0] != "tensor":
+    if not _is_tensor(kind):
         raise TypeError(f"it is given {say_type(kind)}, and takes tensors")
     return tuple(kind[1]), kind[3], kind[4]
 
@@ -138,7 +148,7 @@ def of_microbatch(program: Program, node: fx.Node) -> ValueType:
     is_list = isinstance(sizes, list | tuple) and all(isinstance(size, int) and size > 0 for size in sizes)
     if not is_list or not isinstance(index, int) or not 0 <= index < len(sizes):  # type: ignore[arg-type]
         raise TypeError(f"it takes microbatch {index} of {sizes}, which there is not")
-    shape = kind[1] if isinstance(kind, tuple) and kind[0] == "tensor" else ()
+    shape = kind[1] if _is_tensor(kind) else ()
     if not shape or shape[0] != sum(sizes):  # type: ignore[arg-type]
         raise TypeError(f"it splits {say_type(kind)} into {sizes}, which are not its examples")
     return ("tensor", (sizes[index], *shape[1:]), *kind[2:])  # type: ignore[index]
@@ -182,7 +192,7 @@ def of_pack(program: Program, node: fx.Node) -> ValueType:
 def of_unpacked(program: Program, node: fx.Node) -> ValueType:
     """A flat tensor of the bucket's length. The operands must be its packs, of one dtype."""
     bucket, operands = _bucket(program, node), [noted_type(source) for source in node.args]
-    tensors = [kind for kind in operands if isinstance(kind, tuple) and kind[0] == "tensor"]
+    tensors = [kind for kind in operands if _is_tensor(kind)]
     lengths, dtypes = [kind[1] for kind in tensors], {kind[3] for kind in tensors}
     if lengths != [(pack.num_elements,) for pack in bucket.launch_units] or len(dtypes) != 1 or tensors != operands:
         texts = ", ".join(map(say_type, operands)) or "nothing"
@@ -196,9 +206,8 @@ def pending_operand(program: Program, node: fx.Node) -> ValueType:
     if not kinds:
         raise TypeError("it is given no bucket")
     if not all(is_same_type(kinds[0], other) for other in kinds):
-        raise TypeError(
-            f"it joins {' and '.join(sorted({say_type(kind) for kind in kinds}))}, which are not of one type"
-        )
+        texts = " and ".join(sorted(set(map(say_type, kinds))))
+        raise TypeError(f"it joins {texts}, which are not of one type")
     return ("pending", kinds[0])
 
 
@@ -253,12 +262,11 @@ def of_exchange(program: Program, node: fx.Node) -> ValueType:
         raise TypeError("it is given no sum")
     whole = (pack.start, pack.stop)
     dtypes = set()
+    are_shares = gives_shares(program, node)
     for source in sources:
         kind = noted_type(source)
-        elements = (
-            bucket.share(replica_at(program, source), program.num_replicas) if gives_shares(program, node) else whole
-        )
-        if not isinstance(kind, tuple) or kind[0] != "tensor" or kind[1] != (elements[1] - elements[0],):
+        start, stop = bucket.share(replica_at(program, source), program.num_replicas) if are_shares else whole
+        if not _is_tensor(kind) or kind[1] != (stop - start,):
             raise TypeError(
                 f"it is given {say_type(kind)}, which is not what {source.name} is to hold of bucket {bucket.index}"
             )
@@ -292,10 +300,10 @@ def of_payload(program: Program, node: fx.Node) -> ValueType:
 
 def of_compressed(program: Program, node: fx.Node) -> ValueType:
     """Like its operand, in ``dtype``: a narrower floating-point dtype."""
-    kind, dtype = noted_type(node.args[0] if node.args else None), node.kwargs.get("dtype")
+    kind, dtype = _first_operand(node), node.kwargs.get("dtype")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"its keyword dtype is {dtype!r}, no dtype of real numbers")
-    if not isinstance(kind, tuple) or kind[0] != "tensor" or len(kind[1]) != 1 or not kind[3].is_floating_point:
+    if not _is_tensor(kind, 1) or not kind[3].is_floating_point:
         raise TypeError(f"it is given {say_type(kind)}, but compresses a flat tensor of real numbers")
     if kind[3].itemsize <= dtype.itemsize:
         raise TypeError(f"it is given {say_type(kind)}, which {dtype} does not make smaller")
@@ -304,8 +312,8 @@ def of_compressed(program: Program, node: fx.Node) -> ValueType:
 
 def of_decompressed(program: Program, node: fx.Node) -> ValueType:
     """Like its operand, in the bucket's dtype, which must be wider."""
-    (bucket, _), kind = _pack(program, node), noted_type(node.args[0] if node.args else None)
-    if not isinstance(kind, tuple) or kind[0] != "tensor" or len(kind[1]) != 1:
+    (bucket, _), kind = _pack(program, node), _first_operand(node)
+    if not _is_tensor(kind, 1):
         raise TypeError(f"it is given {say_type(kind)}, but takes a flat tensor")
     if kind[3].itemsize >= bucket.dtype.itemsize:
         raise TypeError(
@@ -330,12 +338,12 @@ def of_spread(program: Program, node: fx.Node) -> ValueType:
 def of_update(program: Program, node: fx.Node) -> None:
     """No value. The first operand must be as long as the updated part of the bucket; the second must be a number."""
     factors = [noted_type(source) for source in node.args[1:]]
-    if len(factors) > 1 or not all(_is_scalar(kind) and kind[3].is_floating_point for kind in factors):
+    if len(factors) > 1 or not all(_is_number(kind) for kind in factors):
         raise TypeError(
             f"it is given {', '.join(map(say_type, factors))} after the gradient, but takes one number at most"
         )
     bucket = _bucket(program, node)
-    gradient = noted_type(node.args[0] if node.args else None)
+    gradient = _first_operand(node)
     num_elements = bucket.num_elements
     if bucket.placement.value.updates_by_shares or bucket.part is not None:
         start, stop = bucket.updated(replica_at(program, node), program.num_replicas)
@@ -361,7 +369,7 @@ def of_stored_rows(program: Program, node: fx.Node) -> None:
 
 def of_packed(program: Program, node: fx.Node) -> ValueType:
     """The type of its operand, which must be the type of the bucket or pack."""
-    kind, wanted = noted_type(node.args[0] if node.args else None), of_pack(program, node)
+    kind, wanted = _first_operand(node), of_pack(program, node)
     if not is_same_type(kind, wanted):
         raise TypeError(f"it is given {say_type(kind)}, but takes the whole bucket, {say_type(wanted)}")
     return wanted
@@ -370,7 +378,7 @@ def of_packed(program: Program, node: fx.Node) -> ValueType:
 def of_finiteness(program: Program, node: fx.Node) -> ValueType:
     """One boolean. The operand must be floating-point or complex."""
     (kind,) = (noted_type(source) for source in node.args)
-    if not isinstance(kind, tuple) or kind[0] != "tensor" or not (kind[3].is_floating_point or kind[3].is_complex):
+    if not _is_tensor(kind) or not _is_inexact(kind[3]):
         raise TypeError(f"it is given {say_type(kind)}, which is always finite or no tensor")
     return ("tensor", (), (), torch.bool, kind[4])
 
@@ -378,9 +386,9 @@ def of_finiteness(program: Program, node: fx.Node) -> ValueType:
 def of_commit(program: Program, node: fx.Node) -> ValueType:
     """A row for each numeric operand, with the values of all replicas. Boolean operands come first."""
     kinds = [noted_type(source) for source in node.args]
-    truths = [kind for kind in kinds if _is_scalar(kind) and kind[3] == torch.bool]
+    truths = [kind for kind in kinds if _is_tensor(kind, 0) and kind[3] == torch.bool]
     numbers = kinds[len(truths) :]
-    wrong = [kind for kind in numbers if not _is_scalar(kind) or not kind[3].is_floating_point]
+    wrong = [kind for kind in numbers if not _is_number(kind)]
     if wrong:
         raise TypeError(
             f"it is given {say_type(wrong[0])}, but decides by truth values, and exchanges numbers after them"
@@ -398,18 +406,14 @@ def of_commit(program: Program, node: fx.Node) -> ValueType:
     return ("tensor", (len(numbers), num_columns), (num_columns, 1), dtype, numbers[0][4])
 
 
-def _is_scalar(kind: ValueType) -> bool:
-    return isinstance(kind, tuple) and kind[0] == "tensor" and kind[1] == ()
+def _is_number(kind: ValueType) -> bool:
+    return _is_tensor(kind, 0) and kind[3].is_floating_point
 
 
 def of_norm(program: Program, node: fx.Node) -> ValueType:
     """A float32 number; float64 if an operand is float64 or complex128."""
     kinds = [noted_type(source) for source in node.args]
-    wrong = [
-        kind
-        for kind in kinds
-        if not isinstance(kind, tuple) or kind[0] != "tensor" or not (kind[3].is_floating_point or kind[3].is_complex)
-    ]
+    wrong = [kind for kind in kinds if not _is_tensor(kind) or not _is_inexact(kind[3])]
     if wrong or not kinds:
         raise TypeError(f"it is given {say_type(wrong[0]) if wrong else 'nothing'}, which has no norm")
     if not node.kwargs["norm_type"] > 0:  # type: ignore[operator]
@@ -426,7 +430,7 @@ def of_loss_scale(program: Program, node: fx.Node) -> ValueType:
 def number(program: Program, node: fx.Node) -> ValueType:
     """The type of its operand, which must be a number."""
     (kind,) = (noted_type(source) for source in node.args)
-    if not _is_scalar(kind) or not kind[3].is_floating_point:
+    if not _is_number(kind):
         raise TypeError(f"it is given {say_type(kind)}, but takes a number")
     return kind
 
@@ -439,14 +443,14 @@ def of_report(program: Program, node: fx.Node) -> None:
 def of_gather(program: Program, node: fx.Node) -> None:
     """No value. The operand's type must allow ``how``."""
     kind, how = noted_type(node.args[0]), node.kwargs["how"]
-    if not isinstance(kind, tuple) or kind[0] != "tensor":
+    if not _is_tensor(kind):
         raise TypeError(f"it is given {say_type(kind)}, but hands over tensors")
     _, shape, _, dtype, *_ = kind
     if how not in WAYS_TO_GATHER:
         raise TypeError(f"its keyword how is {how!r}, not one of {', '.join(WAYS_TO_GATHER)}")
     if how == "concatenated" and not shape:
         raise TypeError("it is given a scalar, which cannot be concatenated along dim 0")
-    if how == "averaged" and (shape or not (dtype.is_floating_point or dtype.is_complex)):
+    if how == "averaged" and (shape or not _is_inexact(dtype)):
         raise TypeError(f"it is given {say_type(kind)}, of which there is no mean over examples")
 
 
@@ -458,7 +462,7 @@ def of_product(program: Program, node: fx.Node) -> ValueType:
     """The type of the slot. Each pair's product must have this type."""
     slot = of_slot(program, node)
     for factors in _pairs(node, "multiplies", slot):
-        shapes = [kind[1] for kind in factors if isinstance(kind, tuple) and kind[0] == "tensor" and kind[3] == slot[3]]
+        shapes = [kind[1] for kind in factors if _is_tensor(kind) and kind[3] == slot[3]]
         if len(shapes) != 2 or [len(shape) for shape in shapes] != [2, 2] or shapes[0][1] != shapes[1][0]:
             texts = " and ".join(say_type(kind) for kind in factors)
             raise TypeError(f"it multiplies {texts}: it needs two matrices of {say_type(slot)} that fit each other")
@@ -471,7 +475,7 @@ def of_index_add(program: Program, node: fx.Node) -> ValueType:
     """The type of the slot. Each pair must have rows of its width, and an index for each row."""
     slot = of_slot(program, node)
     for factors in _pairs(node, "adds", slot):
-        tensors = [kind for kind in factors if isinstance(kind, tuple) and kind[0] == "tensor"]
+        tensors = [kind for kind in factors if _is_tensor(kind)]
         fits = len(tensors) == 2 and tensors[1][3] in (torch.int32, torch.int64) and tensors[0][3] == slot[3]
         if not fits or tensors[0][1] != (*tensors[1][1], *slot[1][1:]) or len(slot[1]) != 2:
             texts = " at ".join(say_type(kind) for kind in factors)

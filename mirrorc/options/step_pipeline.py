@@ -15,7 +15,7 @@ from mirrorc.options.option import Request
 from mirrorc.options.step_options import why_replicas_are_not_compared
 from mirrorc.options.table import OPTIONS
 from mirrorc.passes import PASSES, default_pipeline, resolve_sharing
-from mirrorc.pipeline.pass_order import check_order
+from mirrorc.pipeline.pass_manager import check_order
 from mirrorc.pipeline.pipeline_edits import add_passes as put_in
 from mirrorc.pipeline.pipeline_edits import check_pass_names, in_exact_order, select_passes
 from mirrorc.pipeline.protocol import Pass

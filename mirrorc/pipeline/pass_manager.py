@@ -1,17 +1,16 @@
-"""Runs passes in order."""
+"""Runs passes in order, and checks the order by their declared stages and properties."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from mirrorc.errors import MirrorcError, PassError
 from mirrorc.ir.graph_edits import collector_paused
-from mirrorc.ir.program import Program, Property, Remark
+from mirrorc.ir.program import Program, Property, Remark, Stage
 from mirrorc.messages.problem import has_code, problem
-from mirrorc.pipeline.pass_order import check_input
 from mirrorc.pipeline.protocol import Instrument, Pass, traits_of
 
 logger = logging.getLogger(__name__)
@@ -112,3 +111,79 @@ def _with_properties(program: Program, before: Program, compiler_pass: Pass) -> 
     known = {*before.properties, *program.properties, *traits_of(compiler_pass).establishes}
     properties = tuple(each for each in Property if each in known)
     return program if properties == program.properties else program.evolve(properties=properties)
+
+
+_EARLIER = "move it to an earlier place, in passes= or by mirrorc.before(...)"
+
+
+def check_input(compiler_pass: Pass, stage: Stage, properties: Collection[Property], passes: Sequence[Pass]) -> None:
+    """Raises `PassError` if the pass does not accept this stage and these properties."""
+    if compiler_pass.input_stage <= stage <= traits_of(compiler_pass).latest_input_stage:
+        _check_properties(compiler_pass, properties, passes)
+        return
+    wanted = compiler_pass.input_stage
+    makers = [p.name for p in passes if p.input_stage < p.output_stage is wanted and p is not compiler_pass]
+    remedy = f"run {makers[0]!r} before it" if makers else f"add a pass that gives {wanted.name}"
+    actual = f"is given one at {stage.name}"
+    if stage is compiler_pass.output_stage:
+        actual, remedy = f"the program is already {stage.name}", f"leave {compiler_pass.name!r} out"
+    elif stage > wanted:
+        remedy = _EARLIER
+    raise problem(
+        PassError,
+        f"MC4002: pass {compiler_pass.name!r} takes programs from {wanted.name} to "
+        f"{compiler_pass.output_stage.name}, but {actual}",
+        fix=remedy,
+    )
+
+
+def check_order(passes: Sequence[Pass]) -> None:
+    """Raises `PassError` if a pass would refuse its input, or the last stage is not LOWERED.
+
+    A required property that no pass declares is checked only when the pipeline runs.
+    """
+    stage, declared = Stage.CAPTURED, set[Property]()
+    for compiler_pass in passes:
+        undeclared = {required for required in traits_of(compiler_pass).requires if not _is_declared(required, passes)}
+        check_input(compiler_pass, stage, declared | undeclared, passes)
+        stage = compiler_pass.output_stage
+        declared |= set(traits_of(compiler_pass).establishes)
+    check_end(stage)
+
+
+def check_end(stage: Stage) -> None:
+    """Raises `PassError` unless the last stage is LOWERED."""
+    if stage is not Stage.LOWERED:
+        raise problem(
+            PassError,
+            f"MC4002: the pipeline ends with a {stage.name} program, which cannot run",
+            "it must end at LOWERED",
+            "mirrorc.passes.LowerDevices() at its end",
+        )
+
+
+def _is_declared(wanted: Property, passes: Sequence[Pass]) -> bool:
+    return any(wanted in traits_of(compiler_pass).establishes for compiler_pass in passes)
+
+
+def _check_properties(compiler_pass: Pass, properties: Collection[Property], passes: Sequence[Pass]) -> None:
+    traits = traits_of(compiler_pass)
+    for wanted in traits.requires:
+        if wanted not in properties:
+            makers = [p.name for p in passes if wanted in traits_of(p).establishes]
+            remedy = f"run {makers[0]!r} before it" if makers else f"add a pass that establishes {wanted}"
+            raise problem(
+                PassError,
+                f"MC4002: pass {compiler_pass.name!r} takes {wanted.value} programs, but this one is not",
+                fix=remedy,
+            )
+    for early in traits.precedes:
+        if early in properties:
+            is_establisher = early in traits.establishes
+            remedy = f"leave {compiler_pass.name!r} out" if is_establisher else _EARLIER
+            raise problem(
+                PassError,
+                f"MC4002: pass {compiler_pass.name!r} takes programs that are not {early.value} yet",
+                "this one is already",
+                remedy,
+            )

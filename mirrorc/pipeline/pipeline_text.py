@@ -224,9 +224,8 @@ def _make(name: str, options: Mapping[str, Any], known: Mapping[str, Callable[..
         raise ValueError(f"MC4004: making the pass {name!r} failed: {type(error).__name__}: {error}") from error
     if isinstance(made, type) or not isinstance(made, Pass):
         raise ValueError(
-            f"MC4004: {name!r} gives a {type(made).__qualname__}, which is no pass: a pass has name, "
-            "input_stage, output_stage and "
-            "run(program)"
+            f"MC4004: {name!r} gives a {type(made).__qualname__}, which is no pass: a pass has name, input_stage, "
+            "output_stage and run(program)"
         )
     return made
 
@@ -235,20 +234,11 @@ def _imported_class(name: str) -> Callable[..., Pass]:
     module_name, _, qualified = name.partition(":")
     try:
         module = import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise problem(
-            ValueError,
-            f"MC4004: the pass {name!r} cannot be imported",
-            str(error),
-            f"start Python in the folder of {module_name}.py, or with that folder in PYTHONPATH",
-        ) from error
     except ImportError as error:
-        raise problem(
-            ValueError,
-            f"MC4004: the pass {name!r} cannot be imported",
-            str(error),
-            ("put the pass in a module of its own", "guard what the script does with if __name__ == '__main__'"),
-        ) from error
+        fix = ["put the pass in a module of its own", "guard what the script does with if __name__ == '__main__'"]
+        if isinstance(error, ModuleNotFoundError):
+            fix = [f"start Python in the folder of {module_name}.py, or with that folder in PYTHONPATH"]
+        raise problem(ValueError, f"MC4004: the pass {name!r} cannot be imported", str(error), fix) from error
     try:
         maker: Callable[..., Pass] = operator.attrgetter(qualified)(module)
     except AttributeError as error:

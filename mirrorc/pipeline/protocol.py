@@ -1,9 +1,11 @@
-"""The interfaces of passes and instruments."""
+"""The interfaces of passes and instruments, and descriptions of passes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Protocol, runtime_checkable
+import inspect
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, dataclass, fields
+from typing import Any, Protocol, cast, runtime_checkable
 
 from mirrorc.ir.program import Program, Property, Stage
 
@@ -59,9 +61,8 @@ class Traits:
 def traits_of(compiler_pass: Pass) -> Traits:
     first, last = compiler_pass.input_stage, compiler_pass.output_stage
     refining = [stage for stage in Stage if stage.refines is first and last > first]
-    declared = {
-        each.name: getattr(compiler_pass, each.name) for each in fields(Traits) if hasattr(compiler_pass, each.name)
-    }
+    names = [trait.name for trait in fields(Traits) if hasattr(compiler_pass, trait.name)]
+    declared = {name: getattr(compiler_pass, name) for name in names}
     return Traits(**{"latest_input_stage": max([first, *refining]), **declared})
 
 
@@ -82,3 +83,45 @@ class Instrument:
 
     def finish(self, program: Program) -> None:
         """Called after the last pass."""
+
+
+@dataclass(frozen=True)
+class PassDescription:
+    """A pass in words.
+
+    Attributes:
+        stages: ``CAPTURED``, or ``REDUCED to UPDATED``.
+        left_out_of: programs that are compiled without the pass.
+    """
+
+    stages: str
+    left_out_of: str
+    options: str
+    docstring: str
+
+    @classmethod
+    def of(cls, compiler_pass: Pass) -> PassDescription:
+        stages = dict.fromkeys((compiler_pass.input_stage.name, compiler_pass.output_stage.name))
+        options = [_option(field) for field in fields(cast(Any, compiler_pass)) if field.init]
+        return cls(
+            " to ".join(stages),
+            ", ".join(_left_out_of(compiler_pass)),
+            ", ".join(options),
+            inspect.getdoc(type(compiler_pass)) or "",
+        )
+
+
+def _left_out_of(compiler_pass: Pass) -> Iterator[str]:
+    traits = traits_of(compiler_pass)
+    if traits.trains_only or traits.updates_only or traits.sums_only:
+        yield "evaluations"
+    if traits.updates_only or traits.sums_only:
+        yield "accumulating calls"
+    if traits.updates_only:
+        yield "calls for gradients"
+    if traits.changes_bits:
+        yield "exact_order=True"
+
+
+def _option(field: Field[Any]) -> str:
+    return field.name if field.default is MISSING else f"{field.name}={field.default!r}"

@@ -15,8 +15,7 @@ from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.nodes import calls_to, is_region_call, pack_of, region_of, region_title
 from mirrorc.ir.program import Program, Stage
 from mirrorc.printing.folding import folded
-from mirrorc.printing.printed_values import dtype_name, size_text
-from mirrorc.printing.spans import range_text
+from mirrorc.printing.printed_values import dtype_name, range_text, size_text
 from mirrorc.printing.variants import wrapped
 
 _LAYER = re.compile(r"((?:[A-Za-z_]\w*\.)+)(\d+)\.([\w.]+)")
@@ -115,12 +114,10 @@ def _alike(layers: Iterable[_Members]) -> list[_Members]:
 
 
 def _packs(bucket: Bucket, ready: Mapping[int, str]) -> list[str]:
-    after = {pack.number: ready.get(pack.number, "").rpartition(" in ")[2] for pack in bucket.packs}
-    parts = [
-        f"p{pack.number} {range_text(pack.start, pack.stop)}"
-        + (f" after {after[pack.number]}" if after[pack.number] else "")
-        for pack in bucket.packs
-    ]
+    parts = []
+    for pack in bucket.packs:
+        after = ready.get(pack.number, "").rpartition(" in ")[2]
+        parts.append(f"p{pack.number} {range_text(pack.start, pack.stop)}" + (f" after {after}" if after else ""))
     return wrapped(f"packs, of elements 0 … {bucket.num_elements - 1}: ", parts) if bucket.packs else []
 
 
@@ -133,10 +130,10 @@ def _shares(program: Program, bucket: Bucket, fold: bool) -> list[str]:
     ]
     if fold and len(parts) > _LISTED_SHARES:
         parts = [*parts[:2], "…", parts[-1]]
+    of = f"elements 0 … {bucket.num_elements - 1}"
     if bucket.part is not None:
         of = f"this worker's elements {range_text(bucket.part.start, bucket.part.stop)} of {bucket.num_elements}"
-        return wrapped(f"shares, of {of}: ", parts)
-    return wrapped(f"shares, of elements 0 … {bucket.num_elements - 1}: ", parts)
+    return wrapped(f"shares, of {of}: ", parts)
 
 
 def ready_after(program: Program) -> dict[int, str]:
@@ -145,9 +142,8 @@ def ready_after(program: Program) -> dict[int, str]:
     graphs = graphs[program.first_present :] if program.stage is Stage.LOWERED else graphs
     for node in calls_to(graphs[0], ops.pack) if graphs else ():
         if pack_of(node) not in last_gradients and node.args:
-            last_gradients[pack_of(node)] = _last_gradient(
-                node, [slot.variable for slot in packed_slots(program, node)]
-            )
+            names = [slot.variable for slot in packed_slots(program, node)]
+            last_gradients[pack_of(node)] = _last_gradient(node, names)
     return last_gradients
 
 

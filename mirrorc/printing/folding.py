@@ -23,9 +23,8 @@ _NUMBERS = re.compile(
     r"|(?P<of_part>(?:\bindex=|_microbatch_|_microbatch_seed_))(?P<part>\d+)"
     r"|(?<![\w.])(?P<identifier>[A-Za-z]\w*?_)(?P<inner>\d+)(?=_[A-Za-z])"
 )
-_MODULES = (
-    "# backward of "  # the beginning of a comment that lists modules, whose names may consist of numbers: ``31.0``
-)
+# The beginning of a comment that lists modules, whose names may consist of numbers: ``31.0``.
+_MODULES = "# backward of "
 _NUMBER_OF_MODULE = re.compile(r"(?<![\w.])(?P<path>(?:[A-Za-z_]\w*\.)*)(?P<layer>\d+)")
 _KINDS = (("before", "bucket"), ("of_part", "part"), ("path", "layer"), ("parts", "last"), ("identifier", "inner"))
 _MARK = re.compile(
@@ -119,23 +118,23 @@ def _longest_stretch(shapes: Sequence[_Shape], begins: Sequence[bool], start: in
 
 
 def _repeats(shapes: Sequence[_Shape], start: int, length: int) -> int:
-    steps = _steps(shapes, start, start + length, length)
-    repeats = 1
+    steps, repeats = _steps(shapes, start, length), 1
     if steps is None or not (steps[0] or steps[2]):
         return repeats
     while start + (repeats + 1) * length <= len(shapes):
-        before = start + (repeats - 1) * length
-        if _steps(shapes, before, before + length, length) != steps:
+        if _steps(shapes, start + (repeats - 1) * length, length) != steps:
             break
         repeats += 1
     return repeats
 
 
-def _steps(shapes: Sequence[_Shape], start: int, other: int, length: int) -> tuple[int, int | None, int] | None:
+def _steps(shapes: Sequence[_Shape], start: int, length: int) -> tuple[int, int | None, int] | None:
+    """The differences of numbers between a stretch and the next one: of buckets, layers and parts."""
     buckets: set[int] = set()
     layers: set[int] = set()
     parts: set[int] = set()
-    for a, b in zip(shapes[start : start + length], shapes[other : other + length], strict=True):
+    other = start + length
+    for a, b in zip(shapes[start:other], shapes[other : other + length], strict=True):
         if a.text != b.text:
             return None
         buckets.update(y - x for x, y in zip(a.buckets, b.buckets, strict=True))
@@ -159,7 +158,7 @@ def _mark(shapes: Sequence[_Shape], start: int, length: int, repeats: int, sign:
         to = f" … {index + repeats - 1}" if repeats > 2 else ""
         return f"{_PARTS}{index + 1}{to}: as microbatch {index} (the {length} lines above)"
     base = next(shape.buckets[0] for shape in stretch if shape.buckets)
-    steps = _steps(shapes, start, start + length, length)
+    steps = _steps(shapes, start, length)
     assert steps is not None, "a stretch that repeats"
     unit, second = sign.rpartition("… ")[2], "b" if sign.endswith("b") else ""
     above = "the line above" if length == 1 else f"the {length} lines above"

@@ -21,6 +21,7 @@ from mirrorc.printing.message_folds import messages_folded
 from mirrorc.printing.printed_values import type_of
 from mirrorc.printing.variants import device_column, device_names, groups, heading, num_examples, variants_of_mirrored
 
+_LinesOf = Callable[[fx.Graph], list[Line]]
 _VARIANT = re.compile(r"\.shard\d+$")
 _CALLED = re.compile(r"(?:.*? = )?(?P<operation>[A-Za-z_][\w.]*)\(")
 _MOST_DIFFERING = 2 / 3  # of a function's lines; if more lines differ, the whole function is printed
@@ -46,16 +47,11 @@ def _signature(program: Program, graph: fx.Graph) -> str:
 
 
 def function_lines(
-    program: Program,
-    lines_of: Callable[[fx.Graph], list[Line]],
-    bucket_names: BucketNames,
-    *,
-    sources: bool,
-    fold: bool,
+    program: Program, lines_of: _LinesOf, bucket_names: BucketNames, *, sources: bool, fold: bool
 ) -> list[str]:
     if fold:
-        whole = lines_of
-        lines_of = lambda graph: messages_folded(program, bucket_names, whole(graph))  # noqa: E731
+        unfolded = lines_of
+        lines_of = lambda graph: messages_folded(program, bucket_names, unfolded(graph))  # noqa: E731
     lines: list[str] = []
     absent = [replica for replica, index in enumerate(program.shard_of_replica) if index is None]
     for shard, graph in enumerate(program.shard_graphs):
@@ -66,11 +62,9 @@ def function_lines(
         lines += ["", *above, f"def one_device({_signature(program, graph)}):", *_stretches(program, body, fold)]
     if program.graph is not None:
         above = [line for replicas in variants_of_mirrored(program) for line in heading(program, replicas)]
-        mirrored = lines_of(program.graph)
-        mirrored = (
-            _devices_folded(program, mirrored) if fold else [_with_share(program, line, False) for line in mirrored]
-        )
-        lines += ["", *above, "def all_devices():", *_stretches(program, rendered(mirrored, sources), fold)]
+        whole = lines_of(program.graph)
+        whole = _devices_folded(program, whole) if fold else [_with_share(program, line, False) for line in whole]
+        lines += ["", *above, "def all_devices():", *_stretches(program, rendered(whole, sources), fold)]
     return [*lines, *_device_functions(program, lines_of, sources, fold)]
 
 
@@ -117,9 +111,7 @@ class _Function:
     lines: Sequence[Line]
 
 
-def _device_functions(
-    program: Program, lines_of: Callable[[fx.Graph], list[Line]], sources: bool, fold: bool
-) -> list[str]:
+def _device_functions(program: Program, lines_of: _LinesOf, sources: bool, fold: bool) -> list[str]:
     printed: list[str] = []
     known: list[_Function] = []
     for function in _functions(program, lines_of):
@@ -157,7 +149,7 @@ def function_names(program: Program) -> list[str]:
     ]
 
 
-def _functions(program: Program, lines_of: Callable[[fx.Graph], list[Line]]) -> list[_Function]:
+def _functions(program: Program, lines_of: _LinesOf) -> list[_Function]:
     modules = list(program.device_graphs.values())
     lines = [lines_of(module.graph) for module in modules]
     signatures = [_signature(program, module.graph) for module in modules]
@@ -176,9 +168,7 @@ def operation_of(text: str) -> str:
 
 
 def _differing(base: Sequence[Line], lines: Sequence[Line]) -> list[int] | None:
-    """Indices of lines to print: all lines of each operation that has a line unlike ``base``. None to print the whole
-    function.
-    """
+    """Indices of the lines of each operation with a line unlike ``base``; None to print the whole function."""
     operations = [operation_of(line.text) for line in lines]
     if operations != [operation_of(line.text) for line in base]:
         return None

@@ -124,7 +124,9 @@ def _call_text(values: PrintedValues, node: fx.Node) -> str | None:
     if node.target in ops.FACTORED:
         arguments = values.factors(node)
     if node.target in ops.COLLECTIVES:
-        arguments = _distinct(values, node)
+        number = len(node.all_input_nodes)
+        of_all = f" of {number} replicas" if number > 1 else ""
+        arguments = ", ".join(name + of_all for name in dict.fromkeys(map(values.name, node.all_input_nodes)))
     details = [f"bucket={node.kwargs['bucket']}"] if "bucket" in node.kwargs else []
     details += [arguments] if arguments else []
     details += [f"{key}={node.kwargs[key]}" for key in operation.shown if node.kwargs.get(key) is not None]
@@ -132,12 +134,6 @@ def _call_text(values: PrintedValues, node: fx.Node) -> str | None:
     parts = [user for user in node.users if part_keywords(user.target, user.args) is not None]
     results = ", ".join(values.typed(part) for part in parts) or values.typed(node)
     return f"{results:<{RESULT_WIDTH}} = {text}" if node.users else text
-
-
-def _distinct(values: PrintedValues, node: fx.Node) -> str:
-    inputs = list(dict.fromkeys(values.name(n) for n in node.all_input_nodes))
-    of_all = f" of {len(node.all_input_nodes)} replicas" if len(node.all_input_nodes) > 1 else ""
-    return ", ".join(name + of_all for name in inputs)
 
 
 def statements(graph: fx.Graph, names: Mapping[str, str] = MappingProxyType({})) -> list[Line]:

@@ -36,8 +36,7 @@ from mirrorc.ir.operation import Kind
 from mirrorc.ir.program import LOSS_OUTPUT, ArgumentKind, Program
 from mirrorc.ir.type_rules import awaited_elements
 from mirrorc.ir.variables import Role
-from mirrorc.printing.printed_values import size_text, type_of
-from mirrorc.printing.spans import range_text
+from mirrorc.printing.printed_values import range_text, size_text, type_of
 
 _OTHERWISE = {"raise": "ends here with an error", "skip": "ends here and returns its loss: no update is made"}
 
@@ -45,9 +44,8 @@ _OTHERWISE = {"raise": "ends here with an error", "skip": "ends here and returns
 class LineComments:
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._place = {
-            name: i for i, name in enumerate(program.variables)
-        }  # in the order in which the forward reads them
+        # in the order in which the forward reads them
+        self._place = {name: i for i, name in enumerate(program.variables)}
         self._common = _common_beginning(program)
 
     def of(self, node: fx.Node) -> str:
@@ -122,9 +120,8 @@ def explanations(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
 def _of_slots(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
     if graph is not program.graphs()[0]:
         return {}  # only the first graph explains slots
-    first = next(
-        (call for call in region_calls(graph) if any(node.target is ops.slot for node in call.all_input_nodes)), None
-    )
+    taking = (call for call in region_calls(graph) if any(node.target is ops.slot for node in call.all_input_nodes))
+    first = next(taking, None)
     text = "a slot is a gradient's place in its bucket's memory: backward writes there (\"in place\")"
     return {first: [text]} if first is not None else {}
 
@@ -173,9 +170,8 @@ def _of_writing(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
         where = " on every device of all workers" if program.workers.are_several else where
         otherwise = _OTHERWISE.get(str(commit.kwargs.get("otherwise")), "")
         lines[commit].insert(0, f"unless all of this is finite{where}, the step {otherwise}")
-    waits = [
-        node for node in calls_to(graph, ops.wait) if node > commit and node.all_input_nodes[0].target in ops.REDUCTIONS
-    ]
+    late = [wait for wait in calls_to(graph, ops.wait) if wait > commit]
+    waits = [wait for wait in late if wait.all_input_nodes[0].target in ops.REDUCTIONS]
     order = list(dict.fromkeys(bucket_of(node) for node in waits))
     if len(order) > 1 and order == sorted(order, reverse=True):
         lines[waits[0]] = [

@@ -11,8 +11,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.program import Program
 from mirrorc.printing.bucket_names import BucketNames, SentPart
 from mirrorc.printing.graph_text import RESULT_WIDTH, Line
-from mirrorc.printing.printed_values import type_of
-from mirrorc.printing.spans import spans
+from mirrorc.printing.printed_values import spans, type_of
 from mirrorc.printing.variants import device_column, wrapped
 
 _TITLE = "by replicas; c0, c1, ... are chunks in order; to_text(fold=False) has each line"

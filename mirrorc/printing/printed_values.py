@@ -1,7 +1,9 @@
-"""The printed names and types of values."""
+"""The printed names and types of values, and of spans of numbered things."""
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeGuard
@@ -31,6 +33,30 @@ from mirrorc.printing.bucket_names import BucketNames
 from mirrorc.torch_internals import is_symbolic, text_of_size
 
 aten = torch.ops.aten
+
+_NUMBERED = re.compile(r"(|.*\D)(0|[1-9]\d*)")
+_LEAST_SPAN = 3  # shorter ones are listed
+
+
+def spans(items: Iterable[object]) -> str:
+    """``cpu:0 … cpu:3, cpu:6`` for names, ``0 … 3, 6`` for numbers."""
+    parts: list[str] = []
+    for _, indexed in itertools.groupby(enumerate(map(str, items)), _run_of):
+        run = [name for _, name in indexed]
+        parts += [f"{run[0]} … {run[-1]}"] if len(run) >= _LEAST_SPAN else run
+    return ", ".join(parts)
+
+
+def _run_of(indexed: tuple[int, str]) -> tuple[object, ...]:
+    """Equal for neighbours whose names end in consecutive numbers."""
+    index, name = indexed
+    match = _NUMBERED.fullmatch(name)
+    return (match[1], int(match[2]) - index) if match is not None else (index,)
+
+
+def range_text(start: int, stop: int) -> str:
+    return "none" if start == stop else f"{start}" if stop == start + 1 else f"{start} … {stop - 1}"
+
 
 _DTYPES = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
@@ -187,9 +213,7 @@ class PrintedValues:
         return launch.meta["val"].value.numel() if is_share else None  # type: ignore[union-attr]
 
     def listing(self, nodes: Iterable[fx.Node], *, typed: bool = False) -> str:
-        """Lists values by name, but counts saved values, and kinds with many values. ``typed`` adds the types of
-        losses.
-        """
+        """Lists values by name, but counts saved values and kinds of many. ``typed`` adds the types of losses."""
         groups: dict[str, list[str]] = {}
         for node in nodes:
             kind, name = self.kinds[node]

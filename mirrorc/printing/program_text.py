@@ -68,12 +68,13 @@ counted: ``93 activations``, ``2 factors``, ``75 variables``, ``4 slots``.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Mapping
 
 from torch import fx
 
-from mirrorc.analysis.communication.worker_schedule import schedule_hash
+from mirrorc.analysis.communication.worker_meetings import schedule_hash
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import region_calls, region_of, region_title
 from mirrorc.ir.program import Accumulation, Program, Region, Stage
@@ -81,9 +82,9 @@ from mirrorc.messages.wording import as_single_line, counted, printable
 from mirrorc.printing.bucket_names import BucketNames
 from mirrorc.printing.bucket_table import table_lines
 from mirrorc.printing.function_text import function_lines, signature
-from mirrorc.printing.graph_text import Line, graph_lines, rendered, statements
+from mirrorc.printing.graph_text import graph_lines, rendered, statements
 from mirrorc.printing.message_folds import message_table
-from mirrorc.printing.spans import range_text, spans
+from mirrorc.printing.printed_values import range_text, spans
 
 _LISTED = 4  # the most numbers of devices whose workers are listed
 _WIDTH = 40  # the longest list of ranks, in characters; the workers of a longer one are counted
@@ -127,8 +128,8 @@ class ProgramPrinter:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._lines: dict[fx.Graph, list[Line]] = {}
         self._bucket_names = BucketNames(program)
+        self._lines_of = functools.cache(lambda graph: graph_lines(program, graph, self._bucket_names))
 
     def text(
         self,
@@ -160,11 +161,6 @@ class ProgramPrinter:
             lines += ["", *_region_lines(region, sources, _argument_names(program, region))]
         return printable("\n".join(lines) + "\n")
 
-    def _lines_of(self, graph: fx.Graph) -> list[Line]:
-        if graph not in self._lines:
-            self._lines[graph] = graph_lines(self._program, graph, self._bucket_names)
-        return self._lines[graph]
-
 
 def region_to_text(region: Region) -> str:
     return printable("\n".join(_region_lines(region, True, {})) + "\n")
@@ -194,7 +190,7 @@ def _argument_names(program: Program, region: Region) -> dict[str, str]:
 
 def program_heading(program: Program, after: str = "", milliseconds: float | None = None) -> str:
     parts = ["mirrorc", *([f"after {after}"] if after else []), f"stage {program.stage.name}"]
-    parts.append(_count(len(program.devices), "device"))
+    parts.append(counted(len(program.devices), "device"))
     parts += _kind(program)
     parts += [worker_title(program)] if program.workers.are_several else []
     parts += [f"{milliseconds:.1f} ms"] if milliseconds is not None else []
@@ -202,13 +198,9 @@ def program_heading(program: Program, after: str = "", milliseconds: float | Non
 
 
 def _kind(program: Program) -> list[str]:
-    buckets = [_count(len(program.buckets), "bucket")] if program.trains else []
+    buckets = [counted(len(program.buckets), "bucket")] if program.trains else []
     if program.takes_tangents:
         return ["backward of a module", *buckets]
     if not program.trains:
         return [program.accumulation.value if program.accumulation is Accumulation.FORWARD else "evaluation"]
     return [*buckets, *([program.accumulation.value] if program.accumulation is not Accumulation.NONE else [])]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

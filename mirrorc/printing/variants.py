@@ -10,8 +10,7 @@ from mirrorc.ir.nodes import calls_to, replica_of, target_name
 from mirrorc.ir.program import Accumulation, ArgumentKind, Program, Property
 from mirrorc.messages.source_lines import module_of, source_line
 from mirrorc.messages.wording import counted, listed
-from mirrorc.printing.printed_values import type_of
-from mirrorc.printing.spans import range_text, spans
+from mirrorc.printing.printed_values import range_text, spans, type_of
 
 EACH = "each"
 """Stands in the device column of a line that every device runs."""
@@ -42,9 +41,7 @@ def variants_of_mirrored(program: Program) -> list[list[int]]:
         replica = replica_of(node)
         if replica is not None and replica < len(types):
             types[replica].append((str(node.kwargs["name"]), type_of(node.meta.get("val"))))
-    return groups(
-        (tuple(argument_types), num_examples(program, replica)) for replica, argument_types in enumerate(types)
-    )
+    return groups((tuple(of_replica), num_examples(program, replica)) for replica, of_replica in enumerate(types))
 
 
 def num_examples(program: Program, replica: int) -> int | None:
@@ -52,9 +49,7 @@ def num_examples(program: Program, replica: int) -> int | None:
 
 
 def heading(program: Program, replicas: Sequence[int]) -> list[str]:
-    """The lines above the function of ``replicas``. Facts that hold for all are only above the first function with
-    examples.
-    """
+    """The lines above a function. Facts that hold for all are only above the first function with examples."""
     is_first = program.first_present in replicas
     several = len(replicas) > 1
     numbers = spans(program.local_replicas[replica] for replica in replicas)
@@ -87,11 +82,8 @@ def _example_lines(program: Program, replicas: Sequence[int]) -> list[str]:
 
 
 _OF_CALLS = {
-    Accumulation.NONE: "",
     Accumulation.ADDS: " · examples of this call / of the first since the last update",
     Accumulation.ENDS: " · examples of this call / of all since the last update",
-    Accumulation.GRADIENTS: "",
-    Accumulation.FORWARD: "",
 }
 
 
@@ -112,7 +104,7 @@ def _weight_line(program: Program, examples: int, total: int, is_first: bool) ->
         return f"#   {name} = {weight}{why if is_first else ''}"
     scaled = " · loss_scale" if Property.UNSCALED in program.properties else ""
     if program.loss_reduction == "mean":
-        scaled += _OF_CALLS[program.accumulation]
+        scaled += _OF_CALLS.get(program.accumulation, "")
     if program.loss_reduction == "sum":
         why = ": the loss is a sum over examples, so that of the batch is the sum over replicas"
         return f"#   {name} = 1{scaled}{why if is_first else ''}"
@@ -139,9 +131,8 @@ def _seed_lines(program: Program, is_first: bool) -> list[str]:
 def _random_modules(program: Program) -> list[str]:
     bodies = [region.graph_module.graph for region in program.regions.values() if region.phase == "forward"]
     nodes = (node for graph in bodies or program.shard_graphs for node in graph.nodes)
-    return list(
-        dict.fromkeys(module_of(n) or source_line(n) for n in nodes if target_name(n.target).startswith(_SEEDED))
-    )
+    seeded = (node for node in nodes if target_name(node.target).startswith(_SEEDED))
+    return list(dict.fromkeys(module_of(node) or source_line(node) for node in seeded))
 
 
 _SEEDED = "mirrorc.seeded_"  # the beginning of the names of all random operators

@@ -1,4 +1,4 @@
-"""Writes reports as HTML, reads their data back, and compares two."""
+"""Writes reports as HTML, of steps and of saved programs; reads their data back, and compares two."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mirrorc.comparison.diff import diff_texts
+from mirrorc.ir.program import Program, Stage
 from mirrorc.printing.printed_values import size_text
 from mirrorc.report.picture import picture_of
-from mirrorc.report.step_report import StepReport
+from mirrorc.report.step_report import StepReport, metrics_of, reported_program, step_report
+from mirrorc.runtime.devices.machine import measured_machine
 from mirrorc.runtime.profiling.accounting import PARTS
+from mirrorc.runtime.profiling.explain_steps import explain_steps
+from mirrorc.runtime.profiling.prediction import predicted_step
+from mirrorc.serialization.literals import TextError, expression
+from mirrorc.serialization.program_file import write_whole
 from mirrorc.serialization.records import record_of, record_text
-from mirrorc.serialization.text_error import TextError, expression
-from mirrorc.serialization.whole_file import write_whole
 
 _FORMAT = "mirrorc report 3: "
 _DATA = re.compile(r'<script type="text/plain" id="data">(.*?)</script>', re.DOTALL)
@@ -60,9 +64,8 @@ def render(report: StepReport, earlier: StepReport | None = None) -> str:
 
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"ms": lambda ms: f"{ms:.3f}", "size": _size}
-    template = environment.from_string(
-        importlib.resources.files("mirrorc.report").joinpath("report.html.j2").read_text(encoding="utf-8")
-    )
+    source = importlib.resources.files("mirrorc.report").joinpath("report.html.j2")
+    template = environment.from_string(source.read_text(encoding="utf-8"))
     picture = picture_of(report)
     return template.render(
         report=report,
@@ -107,3 +110,32 @@ def _figure(name: str, value: float | None) -> str:
 
 def _size(num_bytes: int | None) -> str:
     return "not known" if num_bytes is None else size_text(num_bytes) if num_bytes else "-"
+
+
+def report_file(file: Path, output: Path, compare: Path | None = None) -> Path:
+    """Writes the report of a saved program or an earlier report.
+
+    Raises:
+        ValueError: a file is neither.
+    """
+    return write_report(output, load_report(file), load_report(compare) if compare is not None else None)
+
+
+def load_report(path: str | os.PathLike[str]) -> StepReport:
+    """A saved report, or a prediction for a saved program."""
+    with Path(path).open("rb") as file:
+        is_page = file.read(9).lower() == b"<!doctype"
+    return read_report(path) if is_page else predicted_report(Program.load(path), {"file": os.fspath(path)})
+
+
+def predicted_report(program: Program, facts: Mapping[str, str]) -> StepReport:
+    """The report of a program that has not run; without times if its step cannot be predicted."""
+    if program.stage is Stage.LOWERED and program.trains:
+        try:
+            step, stands_on = predicted_step(program, measured_machine())
+        except ValueError as error:
+            facts = {**facts, "not predicted": str(error)}
+        else:
+            explanation = explain_steps(program, [step])
+            return step_report(program, step, explanation, None, facts, metrics_of(explanation), stands_on)
+    return StepReport(facts, reported_program(program), "", 0.0, (), (), None, None, None, {})

@@ -19,9 +19,7 @@ _TICKS = 8
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar of a call or a collective in flight. ``line`` is a line of the program, ``flight`` an index in
-    `StepReport.flights`.
-    """
+    """A bar of a call or collective. ``line`` is of the program, ``flight`` an index in `StepReport.flights`."""
 
     x: float
     width: float
@@ -84,9 +82,8 @@ class _Drawing:
     def __init__(self, report: StepReport) -> None:
         self._report, self.picture = report, Picture(_AXIS)
         self._lanes_at: list[int] = []
-        most = [call.num_bytes or 0 for lane in report.lanes for call in lane.calls]
-        self._most_bytes = max(most, default=0)
         calls = [call for lane in report.lanes for call in lane.calls]
+        self._most_bytes = max((call.num_bytes or 0 for call in calls), default=0)
         self._line_of = {call.flight: call.line for call in reversed(calls)}  # of a flight's first launch
 
     def _x(self, ms: float) -> float:

@@ -11,7 +11,7 @@ import torch
 from mirrorc.custom_ops.eager_calls import OPAQUE
 from mirrorc.custom_ops.random import seeded, unseeded
 from mirrorc.ir.operation import operation_named, operation_of
-from mirrorc.serialization.text_error import TextError, UnknownOperatorError
+from mirrorc.serialization.literals import TextError, UnknownOperatorError
 from mirrorc.torch_internals import inductor_decompositions, is_operator, writes_argument
 
 _SEEDED = "seeded."  # in front of the name of the random operator that runs under a seed

@@ -25,15 +25,14 @@ from typing import Any
 
 from torch import fx, nn
 
-from mirrorc.ir.checkpoints import CHECKPOINT, Checkpoint
 from mirrorc.ir.graph_edits import collector_paused
+from mirrorc.ir.nodes import CHECKPOINT, Checkpoint
 from mirrorc.ir.program import Program, Region
 from mirrorc.messages.source_lines import LINE_OF_TEXT
-from mirrorc.serialization.literals import argument_of, identifier
+from mirrorc.serialization.literals import TextError, argument_of, assignment, expression, identifier, keywords_of
 from mirrorc.serialization.operator_names import find_operator
 from mirrorc.serialization.printer import GRAPHS, MODEL
 from mirrorc.serialization.records import field_types, record_of
-from mirrorc.serialization.text_error import TextError, assignment, expression, keywords_of
 from mirrorc.serialization.type_text import TypeReader, split_at_commas
 from mirrorc.torch_internals import SizeSymbol, add_node, lazy_graph_module
 
@@ -248,15 +247,7 @@ class _GraphReader:
             node.meta.update(self._position)
             self._set_type(node, match[2], match.start(2))
 
-    def _add(
-        self,
-        number: int,
-        name: str,
-        op: str,
-        target: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> fx.Node:
+    def _add(self, number: int, name: str, op: str, target: Any, args: Any, kwargs: dict[str, Any]) -> fx.Node:
         node = add_node(self._graph, op, target, args, kwargs, identifier(name, "its name"))
         if node.name != name:
             raise TextError(f"the name {name} is taken")
@@ -287,17 +278,14 @@ class _GraphReader:
         if not isinstance(node, ast.Call):
             raise TextError("here comes a call, OPERATION(ARGUMENT, ...)", node)
         args = tuple([argument_of(argument, self._value) for argument in node.args])
-        kwargs = {
-            identifier(key, "a keyword"): argument_of(part, self._value) for key, part in keywords_of(node).items()
-        }
+        named = keywords_of(node)
+        kwargs = {identifier(key, "a keyword"): argument_of(part, self._value) for key, part in named.items()}
         callee = _dotted(node.func)
         region = callee.removeprefix("region.")
         if region != callee:
             if region not in self._regions:
-                reason = (
-                    f"there is no region {region}" if self._regions else "only the graphs of devices call regions so"
-                )
-                raise TextError(reason, node)
+                why = f"there is no region {region}" if self._regions else "only the graphs of devices call regions so"
+                raise TextError(why, node)
             return "call_module", region, args, kwargs
         if callee not in self._targets:
             self._targets[callee] = find_operator(callee)
@@ -305,13 +293,9 @@ class _GraphReader:
 
 
 def _dotted(node: ast.expr) -> str:
-    if (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id == "operator"
-        and len(node.args) == 1
-    ):
-        return str(record_of(node.args[0], str, "an operator's name"))
+    match node:
+        case ast.Call(func=ast.Name(id="operator"), args=[name]):
+            return str(record_of(name, str, "an operator's name"))
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)

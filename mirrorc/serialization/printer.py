@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
-from mirrorc.ir.checkpoints import CHECKPOINT, Checkpoint
-from mirrorc.ir.program import Program, Region
+from mirrorc.ir.nodes import CHECKPOINT, Checkpoint
+from mirrorc.ir.program import Program
 from mirrorc.messages.source_lines import last_users_line
 from mirrorc.printing.program_text import program_heading
-from mirrorc.serialization.literals import argument_text, identifier, quoted
+from mirrorc.serialization.literals import TextError, argument_text, identifier, quoted
 from mirrorc.serialization.operator_names import operator_name
 from mirrorc.serialization.records import defaults, field_types, record_text
-from mirrorc.serialization.text_error import TextError
 from mirrorc.serialization.type_text import TypePrinter
 from mirrorc.torch_internals import SizeSymbol
 
 VERSION = 16
-"""The version of the text. It increases with every change that older readers cannot read, and files in
-tests/passes/cases are then updated.
-"""
+"""The version of the text, for changes that older readers cannot read; tests/passes/cases then change, too."""
 
 GRAPHS = ("shard_graphs", "graph", "device_graphs", "regions")
 """Fields of a program that are functions of its text, not tables."""
@@ -75,7 +72,8 @@ def _functions(program: Program, graphs: _GraphPrinter) -> Iterator[str]:
     for replica, (name, module) in enumerate(program.device_graphs.items()):
         decorator = f"@device({quoted(name)}{_class_of(module, f'Replica{replica}')})"
         title = "def " + re.sub(r"[^0-9A-Za-z]", "_", name)
-        called = {child for child, m in module.named_children() if _is_region(program.regions, child, m)}
+        bodies = {name: region.graph_module for name, region in program.regions.items()}
+        called = {child for child, m in module.named_children() if bodies.get(child) is m}
         yield graphs.text(decorator, title, module.graph, f"the graph of {name}", called)
     for name, region in program.regions.items():
         other = f", name={quoted(region.name)}" if region.name != name else ""
@@ -87,10 +85,6 @@ def _functions(program: Program, graphs: _GraphPrinter) -> Iterator[str]:
 def _class_of(module: fx.GraphModule, default: str) -> str:
     name = identifier(type(module).__name__, "the class name of a graph")
     return f", class_name={quoted(name)}" if name != default else ""
-
-
-def _is_region(regions: Mapping[str, Region], name: str, module: nn.Module) -> bool:
-    return name in regions and regions[name].graph_module is module
 
 
 class _GraphPrinter:

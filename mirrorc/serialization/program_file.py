@@ -8,6 +8,7 @@ import io
 import itertools
 import os
 import re
+import secrets
 import sys
 import zipfile
 import zlib
@@ -18,10 +19,9 @@ import torch
 from mirrorc.ir.program import Program
 from mirrorc.messages.problem import problem
 from mirrorc.messages.wording import as_single_line
+from mirrorc.serialization.literals import TextError, UnknownOperatorError
 from mirrorc.serialization.parser import parse_program
 from mirrorc.serialization.printer import VERSION, complete_text
-from mirrorc.serialization.text_error import TextError, UnknownOperatorError
-from mirrorc.serialization.whole_file import write_whole
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _VERSION = re.compile(r"# complete form (\d{1,9}) · mirrorc ([\w.+-]{1,40}) · torch ([\w.+-]{1,40})")
@@ -77,18 +77,16 @@ def parse(text: str, name: str = "the text") -> Program:
             fix = ("import the library that registers it first; on the command line, --import MODULE",)
             if torch_version != str(torch.__version__):
                 fix += (f"use torch {torch_version}, which has written it; this is torch {torch.__version__}",)
-        raise problem(
-            ValueError, f"MC7102: cannot read {name}{_place(error)}", f"{error}{_shown(error, text)}", fix
-        ) from error
+        place = f", line {error.line}, column {error.column + 1}" if error.line is not None else ""
+        why = f"{error}{_shown(error, text)}"
+        raise problem(ValueError, f"MC7102: cannot read {name}{place}", why, fix) from error
 
 
 def _checked_version(text: str, name: str) -> str:
     first, _, rest = text.partition("\n")
     second = _VERSION.fullmatch(rest.partition("\n")[0])
     if not first.startswith("# mirrorc · "):
-        raise problem(
-            ValueError, f"MC7102: cannot read {name}: it is no program", f"line 1 is {first[:60]!r}", fix=_FIX
-        )
+        raise problem(ValueError, f"MC7102: cannot read {name}: it is no program", f"line 1 is {first[:60]!r}", _FIX)
     if second is None:
         raise problem(
             ValueError,
@@ -104,10 +102,6 @@ def _checked_version(text: str, name: str) -> str:
             fix=(f"use mirrorc {by}, which has written it", *(() if is_later else ("save the program again",))),
         )
     return torch_version
-
-
-def _place(error: TextError) -> str:
-    return f", line {error.line}, column {error.column + 1}" if error.line is not None else ""
 
 
 def _shown(error: TextError, text: str) -> str:
@@ -160,3 +154,20 @@ def _decompressed(encoded: bytes) -> bytes:
             f"it decompresses to more than {most >> 20} MiB, which no program of {len(encoded)} bytes does"
         )
     return content
+
+
+def write_whole(path: str | os.PathLike[str], content: bytes) -> Path:
+    """Writes a file and missing folders, compressed if its name ends in ``.gz``. An error leaves an earlier file."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.parent / f".mirrorc-{secrets.token_hex(4)}"
+    try:
+        unfinished.write_bytes(gzip.compress(content, mtime=0) if target.suffix == ".gz" else content)
+        unfinished.replace(target)
+    except OSError as error:  # it names a temporary file, which the user does not know
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(target)) from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return target

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from mirrorc.printing.printed_values import dtype_name
-from mirrorc.serialization.literals import DTYPES, argument_of, argument_text, no_value
-from mirrorc.serialization.text_error import TextError, keywords_of
+from mirrorc.serialization.literals import DTYPES, TextError, argument_of, argument_text, keywords_of, no_value
 
 _PLAIN = (str, int, bool, float)
 _WIDTH = 120

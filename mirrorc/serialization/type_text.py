@@ -9,15 +9,21 @@ from __future__ import annotations
 import ast
 import contextlib
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from mirrorc.ir.value_types import Pending, contiguous_strides
 from mirrorc.printing.printed_values import dtype_name
-from mirrorc.serialization.literals import DTYPES, argument_of, argument_text, no_value
-from mirrorc.serialization.text_error import TextError, expression, keywords_of
+from mirrorc.serialization.literals import (
+    DTYPES,
+    TextError,
+    argument_of,
+    argument_text,
+    expression,
+    keywords_of,
+    no_value,
+)
 from mirrorc.torch_internals import (
     FakeTensor,
     FakeTensorMode,
@@ -32,6 +38,7 @@ from mirrorc.torch_internals import (
 _CPU = torch.device("cpu")
 _DENSE = re.compile(r"(\w+)\[((?:\d{1,18}(?:, \d{1,18})*)?)\]")
 _TENSOR = re.compile(r"(\w+)\[(.*?)\](?:\{(.*)\})?")
+_STRING_OR_MARK = re.compile(r'"(?:\\.|[^"\\])*(?:"|\\?$)|[()[\]{},]')
 _FACTS = ("strides", "offset", "device", "is_conjugated", "is_negated")
 
 
@@ -211,26 +218,15 @@ def _tensor(
 
 def split_at_commas(text: str) -> list[str]:
     """Items may contain lists and strings."""
-    return list(_parts(text)) if text else []
-
-
-def _parts(text: str) -> Iterator[str]:
     if not any(bracket in text for bracket in '([{"'):
-        yield from text.split(", ")
-        return
-    depth = start = i = 0
-    while i < len(text):
-        char = text[i]
-        if char == '"':
-            i += 1
-            while i < len(text) and text[i] != '"':
-                i += 2 if text[i] == "\\" else 1
-        depth += (char in "([{") - (char in ")]}")
-        if char == "," and not depth:
-            yield text[start:i].strip()
-            start = i + 1
-        i += 1
-    yield text[start:].strip()
+        return text.split(", ") if text else []
+    depth, start, items = 0, 0, []
+    for token in _STRING_OR_MARK.finditer(text):
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(token[0], 0)
+        if token[0] == "," and not depth:
+            items.append(text[start : token.start()].strip())
+            start = token.end()
+    return [*items, text[start:].strip()]
 
 
 def _call(text: str) -> ast.Call:

@@ -48,9 +48,8 @@ class ProgramSnapshot:
             )
         if name is not None and (not isinstance(name, str) or not name):
             raise TypeError(f"MC7201: name is {name!r}: give the snapshot's name, a string")
-        self._assertion = (
-            snapshot.use_extension(ProgramFiles) if snapshot.extension_class is not ProgramFiles else snapshot
-        )
+        is_ready = snapshot.extension_class is ProgramFiles
+        self._assertion = snapshot if is_ready else snapshot.use_extension(ProgramFiles)
         self._name = name
         self._regions = regions
 

@@ -1,4 +1,4 @@
-"""Checks a program after every pass against all rules of its stage."""
+"""Checks a program after every pass against all rules of its stage, and shows the lines around a fault."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from torch import fx
 
 from mirrorc.errors import VerifyError
+from mirrorc.ir.nodes import is_region_call, reached
 from mirrorc.ir.program import Program, Stage
 from mirrorc.messages.problem import message
-from mirrorc.messages.source_lines import place_of
+from mirrorc.messages.source_lines import place_of, source_line
 from mirrorc.messages.wording import printable
 from mirrorc.pipeline.protocol import Instrument, Pass, traits_of
-from mirrorc.printing.excerpt import surroundings
+from mirrorc.printing.graph_text import Line, graph_lines, rendered_line
 from mirrorc.verifier.rules.dataflow import KnownFlows
-from mirrorc.verifier.rules.programs import Violation
-from mirrorc.verifier.rules.rule import Rule, Scope, rules
+from mirrorc.verifier.rules.rule import Rule, Scope, Violation, rules
 
 
 def verify(
@@ -120,9 +120,7 @@ class VerifiedGraphs:
 
     def refresh(self) -> None:
         """Finds verified graphs that were changed in place; passes must return new graphs instead."""
-        self._changed = {
-            key for key, (graph, parts) in self._checked.items() if not _are_the_same(parts, _parts(graph))
-        }
+        self._changed = {key for key, (graph, parts) in self._checked.items() if not _are_same(parts, _parts(graph))}
 
     def was_changed(self, graph: fx.Graph) -> bool:
         return self._is_known(graph) and id(graph) in self._changed
@@ -154,9 +152,38 @@ def _contents(program: Program) -> list[Any]:
     return [dict(value) if isinstance(value, Mapping) else value for value in values]  # a table may be changed in place
 
 
-def _are_the_same(parts: list[Any], other: list[Any]) -> bool:
+def _are_same(parts: list[Any], other: list[Any]) -> bool:
     return len(parts) == len(other) and all(map(operator.is_, parts, other))
 
 
 def all_graphs(program: Program) -> list[fx.Graph]:
     return [*program.graphs(), *(region.graph_module.graph for region in program.regions.values())]
+
+
+_AROUND = 5  # lines shown before and after one that an error is about
+
+
+def surroundings(program: Program, node: fx.Node | None) -> str:
+    """The printed lines around a node, as a paragraph of a message; empty without such lines."""
+    graphs = [*program.graphs(), *(region.graph_module.graph for region in program.regions.values())]
+    if node is None or not any(node.graph is graph for graph in graphs):
+        return ""
+    try:
+        lines = graph_lines(program, node.graph)
+    except (LookupError, TypeError, AttributeError, ValueError, AssertionError):  # too broken to be printed
+        return ""
+    place_of = {line.node: i for i, line in enumerate(lines)}
+    # `getitem` nodes, reads and slots have no printed line
+    nearest = reached([node], lambda other: (*other.all_input_nodes, *other.users))
+    near = next((other for other in nearest if other in place_of), None)
+    if near is None:
+        return ""
+    place = place_of[near]
+    shown = range(max(0, place - _AROUND), min(len(lines), place + _AROUND + 1))
+    width = max(len(lines[i].device) for i in shown)
+    return "\n\n" + "\n".join(("  > " if i == place else "    ") + _shown(lines[i], width) for i in shown)
+
+
+def _shown(line: Line, width: int) -> str:
+    source = source_line(line.node) if is_region_call(line.node) else ""
+    return rendered_line(line, width) + (f", {source}" if source else "")

@@ -17,33 +17,14 @@ from mirrorc.passes.all_reduce.traffic import Held, Traffic
 from mirrorc.passes.all_reduce.tree import Tree
 
 __all__ = [
-    "ALGORITHMS",
-    "AllReduceAlgorithm",
-    "Auto",
-    "HalvingDoubling",
-    "Held",
-    "HierarchicalCopy",
-    "Native",
-    "ReduceToOne",
-    "Ring",
-    "RoundRobin",
-    "Traffic",
-    "Tree",
-]
+    "ALGORITHMS", "AllReduceAlgorithm", "Auto", "HalvingDoubling", "Held", "HierarchicalCopy", "Native",
+    "ReduceToOne", "Ring", "RoundRobin", "Traffic", "Tree",
+]  # fmt: skip
 
 ALGORITHMS: Mapping[str, type[AllReduceAlgorithm]] = MappingProxyType(
     {
         algorithm().name: algorithm
-        for algorithm in (
-            Native,
-            ReduceToOne,
-            HierarchicalCopy,
-            Ring,
-            HalvingDoubling,
-            Tree,
-            RoundRobin,
-            Auto,
-        )
+        for algorithm in (Native, ReduceToOne, HierarchicalCopy, Ring, HalvingDoubling, Tree, RoundRobin, Auto)
     }
 )
 """All algorithms by name, as in ``algorithm`` of `mirrorc.Communication`."""

@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 from mirrorc.passes.all_reduce import ALGORITHMS
-from mirrorc.passes.all_reduce.sketch import sketched
-from mirrorc.printing.message_picture import message_picture
+from mirrorc.passes.all_reduce.sketch import message_picture, sketched
 
 NUM_ELEMENTS = 960  # divisible by 2, 3, 4, 5, 6 and 8 devices
 

@@ -23,7 +23,7 @@ class HalvingDoubling(AllReduceAlgorithm):
     name: str = field(default="halving-doubling", init=False)
 
     def add_up(self, traffic: Traffic) -> Sequence[Held]:
-        power = _power_in(traffic.num_replicas)
+        power = 1 << (traffic.num_replicas.bit_length() - 1)
         chunks = traffic.chunks(power)
         held = [traffic.own(replica) for replica in range(power)]
         if power < traffic.num_replicas:
@@ -57,7 +57,3 @@ class HalvingDoubling(AllReduceAlgorithm):
             distance *= 2
             traffic.next_round()
         return [*held, *(traffic.send(held[extra], power + extra) for extra in range(traffic.num_replicas - power))]
-
-
-def _power_in(number: int) -> int:
-    return 1 << (number.bit_length() - 1)

@@ -36,7 +36,7 @@ class HierarchicalCopy(AllReduceAlgorithm):
     def add_up(self, traffic: Traffic) -> Sequence[Held]:
         sums = []
         for group in self._groups(traffic):
-            main = self._main(group, traffic)
+            main = group[traffic.number % len(group)]
             gradients = [traffic.own(replica) for replica in group]
             sums.append(
                 traffic.add_all(
@@ -55,6 +55,3 @@ class HierarchicalCopy(AllReduceAlgorithm):
     def _groups(self, traffic: Traffic) -> list[range]:
         cuts = [traffic.num_replicas * i // self.groups for i in range(self.groups + 1)]
         return [range(*bounds) for bounds in pairwise(cuts)]
-
-    def _main(self, group: range, traffic: Traffic) -> int:
-        return group[traffic.number % len(group)]

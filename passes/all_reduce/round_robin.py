@@ -29,9 +29,8 @@ class RoundRobin(AllReduceAlgorithm):
 
     def objection(self, num_replicas: int) -> str:
         number = self.num_devices
-        if number is not None and (
-            isinstance(number, bool) or not isinstance(number, int) or not 0 < number <= num_replicas
-        ):
+        is_whole = isinstance(number, int) and not isinstance(number, bool)
+        if number is not None and not (is_whole and 0 < number <= num_replicas):
             return f"num_devices is {number!r}: give a number from 1 to {num_replicas}, or None for all"
         return ""
 

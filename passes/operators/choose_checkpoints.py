@@ -9,12 +9,11 @@ from typing import ClassVar
 from torch import fx
 
 from mirrorc.analysis.cost.work import seconds_of_graph
-from mirrorc.analysis.graph.backward import first_of_backward
+from mirrorc.analysis.graph.cuts import first_of_backward
 from mirrorc.analysis.memory.activation_peaks import MACHINE, JointTimeline, Peak
 from mirrorc.analysis.memory.segments import Segment, Segments
-from mirrorc.ir.checkpoints import CHECKPOINT, Checkpoint, checkpoint_of
 from mirrorc.ir.graph_edits import copied
-from mirrorc.ir.nodes import is_compute
+from mirrorc.ir.nodes import CHECKPOINT, Checkpoint, checkpoint_of, is_compute
 from mirrorc.ir.program import Program, Stage
 from mirrorc.messages.wording import counted
 from mirrorc.printing.printed_values import size_text

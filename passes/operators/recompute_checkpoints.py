@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from mirrorc.analysis.graph.backward import first_of_backward
+from mirrorc.analysis.graph.cuts import first_of_backward
 from mirrorc.analysis.memory.recomputed_values import needed_again, num_bytes_of, recomputed_values, saved_values
-from mirrorc.ir.checkpoints import CHECKPOINT, checkpoint_of
 from mirrorc.ir.graph_edits import copied, copy_node, remove_unused
+from mirrorc.ir.nodes import CHECKPOINT, checkpoint_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.messages.wording import counted
 from mirrorc.printing.printed_values import size_text

@@ -4,17 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import fx
 
-from mirrorc.analysis.graph.backward import first_of_backward
+from mirrorc.analysis.graph.aliases import viewed
+from mirrorc.analysis.graph.cuts import first_of_backward
 from mirrorc.analysis.graph.dying_arguments import PRODUCTS
-from mirrorc.analysis.graph.elementwise import is_cheap, is_fused
 from mirrorc.analysis.memory.recomputed_values import num_bytes_of, owner_of
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied, copy_node, remove_unused
+from mirrorc.ir.nodes import is_compute
 from mirrorc.ir.program import Program, Stage
 from mirrorc.messages.wording import counted
+from mirrorc.torch_internals import pools_maxima, tells_places_of_maxima
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+_CHEAP = frozenset({
+    aten.abs.default, aten.add.Scalar, aten.add.Tensor, aten.clamp_max.default, aten.clamp_min.default,
+    aten.div.Scalar, aten.div.Tensor, aten.exp.default, aten.ge.Scalar, aten.gt.Scalar, aten.le.Scalar,
+    aten.lt.Scalar, aten.maximum.default, aten.minimum.default, aten.mul.Scalar, aten.mul.Tensor, aten.neg.default,
+    aten.reciprocal.default, aten.relu.default, aten.rsqrt.default, aten.sigmoid.default, aten.sqrt.default,
+    aten.sub.Scalar, aten.sub.Tensor, aten.where.self, prims.convert_element_type.default,
+})  # fmt: skip
+"""Elementwise operators that take less time than writing and reading their result."""
+
+_TAKING = frozenset({
+    aten.amax.default, aten.amin.default, aten.cat.default, aten.gather.default, aten.mean.dim,
+    aten.scatter_add.default, aten.sum.default, aten.sum.dim_IntList, aten.var_mean.correction,
+})  # fmt: skip
+"""Other operators that backends fuse with elementwise operators before them, or with short-lived operands."""
+
+
+def is_cheap(node: fx.Node) -> bool:
+    """True for a value that is faster to recompute than to store and read."""
+    return node.target in _CHEAP or (is_compute(node) and tells_places_of_maxima(node.target))
+
+
+def is_fused(user: fx.Node) -> bool:
+    """True if backends fuse a user with its operands' operators, so that the operands need no memory."""
+    if not is_compute(user):
+        return False
+    if viewed(user) is not None:
+        return all(map(is_fused, user.users))
+    target: Any = user.target
+    return torch.Tag.pointwise in target.tags or target in _TAKING or is_cheap(user) or pools_maxima(target)
+
 
 _MOST_OPERATORS = 16
 _SMALL = 8
@@ -111,12 +148,9 @@ class _Recomputation:
         return sorted(operators, key=self._place.__getitem__)
 
     def _is_in_memory(self, value: fx.Node) -> bool:
-        return self._is_input(value) or next(self._uses_in_backward(owner_of(value)), None) is not None
-
-    @staticmethod
-    def _is_input(value: fx.Node) -> bool:
         owner = owner_of(value)
-        return owner.op == "placeholder" or owner.target is ops.read
+        is_input = owner.op == "placeholder" or owner.target is ops.read
+        return is_input or next(self._uses_in_backward(owner), None) is not None
 
     @staticmethod
     def _sources(operators: list[fx.Node]) -> list[fx.Node]:

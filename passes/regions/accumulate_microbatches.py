@@ -66,14 +66,10 @@ class AccumulateMicrobatches:
     def run(self, program: Program) -> Program:
         if not program.shard_of_microbatch:
             return program.with_remarks("no shard is run in microbatches", is_kept=False)
-        kinds = list(
-            dict.fromkeys(
-                pair for pair in zip(program.shard_of_microbatch, program.microbatches, strict=True) if pair[1]
-            )
-        )
+        pairs = list(zip(program.shard_of_microbatch, program.microbatches, strict=True))
+        kinds = list(dict.fromkeys(pair for pair in pairs if pair[1]))
         regions = _Regions(program)
         graphs = tuple(_ShardGraph(program, regions, *kind).graph() for kind in kinds)
-        pairs = zip(program.shard_of_microbatch, program.microbatches, strict=True)
         repeated = program.evolve(
             shard_graphs=graphs,
             shard_of_replica=tuple(kinds.index(pair) if pair[1] else None for pair in pairs),
@@ -130,9 +126,7 @@ def _adding(region: Region, name: str, places: Sequence[int]) -> Region:
 
 
 class _ShardGraph:
-    """The graph of a shard; ``shards`` are the indices of its microbatches' graphs, ``sizes`` their numbers of
-    examples.
-    """
+    """A shard's graph, of the graphs of its microbatches ``shards``, which have ``sizes`` examples."""
 
     def __init__(self, program: Program, regions: _Regions, shards: tuple[int, ...], sizes: tuple[int, ...]) -> None:
         self._program, self._regions, self._sizes = program, regions, sizes

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.graph.backward import first_of_backward
-from mirrorc.analysis.graph.cuts import Cut, cut_at_meetings, moved_before_cuts, source_of_part
+from mirrorc.analysis.graph.cuts import Cut, cut_at_meetings, first_of_backward, moved_before_cuts, source_of_part
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import are_cut
 from mirrorc.ir.graph_edits import call, copy_node, source_of

@@ -266,9 +266,8 @@ def _cut(program: Program, buckets: list[Bucket], ranges: Sequence[tuple[int, tu
     packs: dict[int, list[Pack]] = {}
     for number, (index, elements) in enumerate(ranges):
         packs.setdefault(index, []).append(Pack(number, *elements))
-    return [
-        replace(bucket, packs=tuple(sorted(packs[bucket.index], key=lambda pack: pack.start))) for bucket in buckets
-    ]
+    by_start = {index: sorted(of_bucket, key=lambda pack: pack.start) for index, of_bucket in packs.items()}
+    return [replace(bucket, packs=tuple(by_start[bucket.index])) for bucket in buckets]
 
 
 def _pack_remarks(buckets: Sequence[Bucket], num_packs: Mapping[str, int]) -> list[str]:

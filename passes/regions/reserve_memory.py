@@ -12,8 +12,7 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.gradients.region_gradients import calls_by_region
-from mirrorc.analysis.graph.dying_arguments import unaliased_product
-from mirrorc.analysis.graph.lifetimes import last_reader
+from mirrorc.analysis.graph.dying_arguments import last_reader, unaliased_product
 from mirrorc.custom_ops import out_products
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import call, copied, insert_write

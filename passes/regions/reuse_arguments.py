@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -22,23 +22,11 @@ from mirrorc.torch_internals import lazy_graph_module, storage_bytes_now
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-_ELEMENTWISE = frozenset(
-    {
-        aten.add.Tensor,
-        aten.sub.Tensor,
-        aten.mul.Tensor,
-        aten.div.Tensor,
-        aten.neg.default,
-        aten.exp.default,
-        aten.sigmoid.default,
-        aten.tanh.default,
-        aten.where.self,
-        aten.alias.default,
-        aten.le.Scalar,
-        aten.gt.Scalar,
-        prims.convert_element_type.default,
-    }
-)
+_ELEMENTWISE = frozenset({
+    aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.neg.default, aten.exp.default,
+    aten.sigmoid.default, aten.tanh.default, aten.where.self, aten.alias.default, aten.le.Scalar, aten.gt.Scalar,
+    prims.convert_element_type.default,
+})  # fmt: skip
 """Operators that may run in place: each element of the result depends on one element of each operand."""
 
 _INTO_SLOTS = frozenset({out_products.mm_into, out_products.addmm_into, out_products.add_rows_into})
@@ -93,14 +81,11 @@ class ReuseArguments:
         reuses: dict[str, str] = {}
         for place, argument in enumerate(body.find_nodes(op="placeholder")):
             value = _last_made_of(argument) if place in places else None
-            is_large = _is_large(argument.meta["val"], self.min_bytes)
+            memory = argument.meta["val"]
+            is_large = isinstance(memory, torch.Tensor) and storage_bytes_now(memory) >= self.min_bytes
             if value is not None and is_large and value.name not in reuses.values() and not _leaves(value):
                 reuses[argument.name] = value.name
         return reuses
-
-
-def _is_large(value: Any, min_bytes: int) -> bool:
-    return isinstance(value, torch.Tensor) and storage_bytes_now(value) >= min_bytes
 
 
 def _last_made_of(argument: fx.Node) -> fx.Node | None:

@@ -47,14 +47,12 @@ class InsertAllReduce:
     def run(self, program: Program) -> Program:
         graph = fx.Graph()
         output = copy_into(graph, program.mirrored_graph)
-        reduced = output["packed"]
+        reduced = packed = output["packed"]
         if program.accumulates:
             reduced = tuple(tuple(map(_without_ways, values)) for values in reduced)
         elif program.num_replicas > 1:
             order = {node: i for i, node in enumerate(graph.nodes)}
-            reduced = tuple(
-                _reduce(graph, bucket, pack, output["packed"][pack.number], order) for bucket, pack in program.packs
-            )
+            reduced = tuple(_reduce(graph, bucket, pack, packed[pack.number], order) for bucket, pack in program.packs)
         if are_cut(program.buckets):
             reduced = tuple(_unpacked(program, bucket, reduced) for bucket in program.buckets)
         graph.output({"losses": output["losses"], "reduced": reduced, "writes": output["writes"]})

@@ -69,7 +69,8 @@ class PackGradients:
                     last = _pack_zeros(program, graph, bucket, pack, replica, last)
                     pack_of[replica] = last
             if program.accumulation is Accumulation.ENDS:
-                pack_of = {replica: _add_accumulated(program, packed) for replica, packed in pack_of.items()}
+                for replica, node in pack_of.items():
+                    pack_of[replica] = insert(program, node.next, ops.add_accumulated, (node,), dict(node.kwargs))
             packed.append(tuple(pack_of[replica] for replica in replicas))
         graph.output({"losses": output["losses"], "packed": tuple(packed), "writes": output["writes"]})
         packs = f"{counted(len(program.packs), 'pack')} on each of {counted(program.num_replicas, 'replica')}"
@@ -101,10 +102,6 @@ _ADDED = (
     "each device adds the gradients that it has accumulated since the last update to its own, by their parts of the examples of "
     "all calls; all that follows works with the sum"
 )
-
-
-def _add_accumulated(program: Program, pack: fx.Node) -> fx.Node:
-    return insert(program, pack.next, ops.add_accumulated, (pack,), dict(pack.kwargs))
 
 
 def _pack(

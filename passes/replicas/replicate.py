@@ -46,7 +46,8 @@ class Replicate:
             for replica, nodes in enumerate(step):
                 for node in nodes:
                     copies[replica][node] = _copy(graph, node, copies[replica], replica)
-        for node in _attended(program):
+        attends = program.meets_workers and not program.present
+        for node in calls_to(program.shard_graphs[0], *ops.MEETINGS) if attends else ():
             call(graph, ops.attend, (), _words_of(node)).meta["val"] = None
         outputs: list[Any] = [
             fx.node.map_arg(source.output_node().args[0], copies[replica].__getitem__) if source is not None else None
@@ -61,12 +62,6 @@ class Replicate:
         graph.output({"losses": losses, "gradients": of_all("gradients"), "writes": of_all("writes")})
         replicated = program.evolve(stage=Stage.REPLICATED, graph=graph, shard_graphs=(), shard_of_replica=())
         return replicated.with_remarks(_remark(program), is_kept=False)
-
-
-def _attended(program: Program) -> list[fx.Node]:
-    if program.present or not program.meets_workers:
-        return []
-    return list(calls_to(program.shard_graphs[0], *ops.MEETINGS))
 
 
 def _words_of(meeting: fx.Node) -> dict[str, Any]:

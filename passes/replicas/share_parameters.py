@@ -89,9 +89,8 @@ class ShareParameters:
             _erase(node)
             if not parameters.users:
                 graph.erase_node(parameters)
-        for node in list(
-            calls_to(graph, ops.step_optimizer)
-        ):  # it writes, too, and has waited for its own buckets alone
+        # it writes, too, and has waited for its own buckets alone
+        for node in list(calls_to(graph, ops.step_optimizer)):
             graph.output_node().prepend(node)
         for node in list(calls_to(graph, ops.write)):  # when every device is done, so that a failure leaves them alone
             graph.output_node().prepend(node)

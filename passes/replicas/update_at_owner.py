@@ -67,8 +67,7 @@ class UpdateAtOwner:
         if without:
             raise PassError(
                 f"MC4003: pass 'update-at-owner' was given {numbered('bucket', without)} without an owner: run "
-                "'place-variables' behind "
-                "'plan-buckets'"
+                "'place-variables' behind 'plan-buckets'"
             )
         graph = copied(program.mirrored_graph)
         buckets = tuple(replace(bucket, placement=Placement.OWNED) for bucket in program.buckets)

@@ -99,9 +99,7 @@ def _remark(program: Program, otherwise: str, num_moved: int, is_scaled: bool) -
 
 
 def _move_before(commit: fx.Node) -> int:
-    """Moves nodes before a commit, except writers, rescalings, and users of these or of commits. Returns the number of
-    moved waits.
-    """
+    """Moves all but writers, rescalings, and users of these or of commits before a commit. Counts moved waits."""
     late = set(calls_to(commit.graph, ops.commit))
     num_moved, nodes = 0, list(commit.graph.nodes)
     for node in nodes[nodes.index(commit) :]:

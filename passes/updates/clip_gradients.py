@@ -15,7 +15,7 @@ from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket, Elements
 from mirrorc.ir.graph_edits import copied, insert
-from mirrorc.ir.nodes import bucket_of, calls_to, replica_of
+from mirrorc.ir.nodes import bucket_of, calls_to, reached, replica_of
 from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.ir.type_inference import set_type
 from mirrorc.messages.problem import problem
@@ -134,9 +134,8 @@ class ClipGradients:
         beyond = [bucket.rule.group for bucket in program.buckets if bucket.rule.group >= num_groups]
         if beyond:
             raise PassError(
-                f"MC4003: max_norm has {counted(num_groups, 'number')}, but the optimizer has a group "
-                f"{max(beyond)}: give a number, or "
-                "None, for each group"
+                f"MC4003: max_norm has {counted(num_groups, 'number')}, but the optimizer has a group {max(beyond)}: "
+                "give a number, or None, for each group"
             )
 
 
@@ -269,15 +268,10 @@ def _sums(graph: fx.Graph, replica: int, buckets: Sequence[Bucket]) -> list[_Sum
 
 
 def _move_sums(values: Sequence[fx.Node], anchor: fx.Node) -> None:
-    moved: set[fx.Node] = set()
-    waiting = [value for value in values if value > anchor]
-    while waiting:
-        node = waiting.pop()
-        if node in moved or node < anchor:
-            continue
-        moved.add(node)
-        if node.target is ops.wait:  # all replicas wait in one order
-            waiting += [user for user in node.all_input_nodes[0].users if user.target is ops.wait]
-        waiting += node.all_input_nodes
-    for node in sorted(moved):
+    def needed(node: fx.Node) -> list[fx.Node]:
+        launched = node.all_input_nodes[0].users if node.target is ops.wait else ()
+        waits = [user for user in launched if user.target is ops.wait]  # all replicas wait in one order
+        return [other for other in (*waits, *node.all_input_nodes) if not other < anchor]
+
+    for node in sorted(reached((value for value in values if value > anchor), needed)):
         anchor.prepend(node)

@@ -49,9 +49,8 @@ class UnscaleGradients:
 
     def run(self, program: Program) -> Program:
         graph = copied(program.mirrored_graph)
-        program = program.evolve(
-            stage=Stage.SCHEDULED, graph=graph, properties=(*program.properties, Property.UNSCALED)
-        )
+        properties = (*program.properties, Property.UNSCALED)
+        program = program.evolve(stage=Stage.SCHEDULED, graph=graph, properties=properties)
         norms = dict.fromkeys(node.all_input_nodes[0] for node in calls_to(graph, ops.tell, ops.clip_factor))
         for norm in norms:
             users = [user for user in norm.users if user.target in (ops.tell, ops.clip_factor)]

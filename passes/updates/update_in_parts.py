@@ -9,13 +9,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from mirrorc.analysis.gradients.factored_gradients import factor_values, left_to_shares
-from mirrorc.analysis.gradients.tiled_updates import (
-    MOST_INNER,
-    Size,
-    elements_of_part,
-    has_link,
-    why_not_in_parts,
-)
+from mirrorc.analysis.gradients.tiled_updates import MOST_INNER, Size, elements_of_part, has_link, why_not_in_parts
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.nodes import bucket_of, calls_to

@@ -65,8 +65,7 @@ class ShardOptimizer:
         if Property.EXCHANGED not in program.properties and program.updates:
             raise PassError(
                 "MC4003: pass 'shard-optimizer' deals out the sums over all workers, which nobody has made: "
-                "'reduce-over-workers' must "
-                "come before it"
+                "'reduce-over-workers' must come before it"
             )
         buckets = tuple(_dealt(program.workers, bucket) for bucket in program.buckets)
         sharded = program.evolve(stage=Stage.SCHEDULED, buckets=buckets)

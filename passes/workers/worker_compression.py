@@ -59,9 +59,8 @@ class WorkerCompression:
                 f"it {self.does} what that pass sends to other workers",
                 "mirrorc.after('reduce-over-workers', ...)",
             )
-        program = program.evolve(
-            graph=copied(program.mirrored_graph), properties=(*program.properties, Property.COMPRESSED)
-        )
+        graph, properties = copied(program.mirrored_graph), (*program.properties, Property.COMPRESSED)
+        program = program.evolve(graph=graph, properties=properties)
         launches = list(calls_to(program.mirrored_graph, ops.exchange))
         chosen = [launch for launch in launches if self.applies_to(program, launch)]
         before = sum(num_bytes_sent(program, launch) for launch in chosen)

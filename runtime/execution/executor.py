@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.communication.plain_exchanges import exchanges_as_plain_pytorch
 from mirrorc.analysis.communication.worker_meetings import worker_meetings
+from mirrorc.analysis.gradients.eager_gradients import exchanges_as_plain_pytorch
 from mirrorc.custom_ops.replica_collectives import exchanging
 from mirrorc.ir.nodes import is_region_call
 from mirrorc.ir.program import ArgumentKind, Program, placeholders_of

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from mirrorc.messages.wording import counted, notebook_html
-from mirrorc.printing.printed_values import size_text
-from mirrorc.printing.spans import spans
+from mirrorc.printing.printed_values import size_text, spans
 
 _TEXT_WIDTH = 110
 _NO_BREAK = "\N{NO-BREAK SPACE}"

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from mirrorc.ir.links import link_named
 from mirrorc.messages.wording import counted, notebook_html
-from mirrorc.printing.printed_values import size_text
-from mirrorc.printing.spans import spans
+from mirrorc.printing.printed_values import size_text, spans
 from mirrorc.runtime.profiling.accounting import PARTS, Rounding, apportioned
 from mirrorc.runtime.profiling.figures import BucketTimes, DeviceTimes, added_up, by_kind_and_bucket
 from mirrorc.runtime.profiling.prediction import Prediction

@@ -17,7 +17,7 @@ from mirrorc.ir.program import Program
 from mirrorc.messages.source_lines import source_line
 from mirrorc.runtime.profiling.collectives import Collective, collectives_of
 from mirrorc.runtime.profiling.recorder import RecordedStep
-from mirrorc.serialization.whole_file import write_whole
+from mirrorc.serialization.program_file import write_whole
 
 _PROCESS = 1
 _STEPS = 1  # the track of the steps; those of devices and links follow

@@ -17,7 +17,7 @@ from torch import nn
 
 from mirrorc import Program
 from mirrorc.comparison.diff import diff_programs, diff_texts
-from mirrorc.dumps.pass_report import PassReport
+from mirrorc.dumps.files import PassReport
 from mirrorc.ir.variables import UpdateRule
 from mirrorc.packing import ByBytes
 from mirrorc.passes import default_pipeline

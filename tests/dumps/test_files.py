@@ -28,8 +28,7 @@ from typer.testing import CliRunner
 import mirrorc
 from mirrorc.cli import app
 from mirrorc.compilation.instruments import instruments_for
-from mirrorc.dumps.files import DumpFiles, PrintAfter
-from mirrorc.dumps.pass_report import PassReport
+from mirrorc.dumps.files import DumpFiles, PassReport, PrintAfter
 from mirrorc.dumps.sinks import Sink, dump_sinks
 from mirrorc.errors import PassError, VerifyError
 from mirrorc.ir import ops

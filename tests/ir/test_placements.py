@@ -13,8 +13,8 @@ from tiny_programs import handmade, run_up_to
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.variables import Placement, UpdateRule
 from mirrorc.printing.bucket_table import table_lines
+from mirrorc.serialization.literals import expression
 from mirrorc.serialization.records import record_of, record_text
-from mirrorc.serialization.text_error import expression
 
 ROOT = Path(__file__).parents[2]
 MAY_NAME_A_PLACEMENT = {

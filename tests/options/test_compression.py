@@ -15,7 +15,7 @@ from torch import nn
 
 import mirrorc
 from mirrorc import World
-from mirrorc.analysis.communication.worker_schedule import schedule_hash
+from mirrorc.analysis.communication.worker_meetings import schedule_hash
 from mirrorc.compression import Payload, TopK
 from mirrorc.ir import ops
 from mirrorc.ir.devices import Device, parse_devices

@@ -8,7 +8,7 @@ import pytest
 from deep_program import deep_program
 from selections import slow
 
-from mirrorc.dumps.pass_report import PassReport
+from mirrorc.dumps.files import PassReport
 from mirrorc.ir.program import Program
 from mirrorc.packing import ByBytes
 from mirrorc.passes import default_pipeline

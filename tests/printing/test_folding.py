@@ -9,7 +9,7 @@ from unfolding import body_of, table_of, unfolded
 from mirrorc.ir.program import Program, Stage
 from mirrorc.packing import ByBytes
 from mirrorc.printing.folding import folded, is_mark
-from mirrorc.printing.spans import spans
+from mirrorc.printing.printed_values import spans
 
 SIGN = "    … b"
 SCREEN = 60  # lines

@@ -18,9 +18,8 @@ from typer.testing import CliRunner
 
 import mirrorc
 from mirrorc.cli import app
-from mirrorc.report.page import changes, read_report, render
+from mirrorc.report.page import changes, load_report, predicted_report, read_report, render
 from mirrorc.report.picture import picture_of
-from mirrorc.report.saved import load_report, predicted_report
 from mirrorc.report.step_report import StepReport, step_report
 from mirrorc.runtime.profiling.accounting import parts_of
 

@@ -32,8 +32,7 @@ from mirrorc.ir.program import Program, Stage
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.verifier import rules as rules_folder
 from mirrorc.verifier.rules.ordering import no_device_waits_forever
-from mirrorc.verifier.rules.programs import Violation
-from mirrorc.verifier.rules.rule import Order, Rule, Scope, rule, rules, withdraw
+from mirrorc.verifier.rules.rule import Order, Rule, Scope, Violation, rule, rules, withdraw
 from mirrorc.verifier.verifier import Verify, verify
 
 CASES = [

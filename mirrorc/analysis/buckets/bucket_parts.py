@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -137,10 +137,8 @@ class BucketParts:
         if launch.target in (ops.recv, ops.broadcast):
             (source,) = self._sources(wait) or (None,)
             return self._part_of.get(source) if source is not None else None
-        if launch.target is ops.gather_factors:
-            return self._gathered(wait, self._sources(wait), bucket_of(launch))
-        if launch.target is ops.scatter_sums:
-            return self._scattered(wait, self._sources(wait), bucket_of(launch))
+        if launch.target in (ops.gather_factors, ops.scatter_sums):
+            return self._summed_over_workers(wait, launch)
         if launch.target in ops.EXCHANGES:
             return self._exchanged(self._sources(wait), bucket_of(launch))
         if launch.target not in ops.REDUCTIONS:
@@ -160,45 +158,38 @@ class BucketParts:
             return None
         return replace(part, spans=tuple(replace(span, replicas=frozenset(everyone)) for span in part.spans))
 
-    def _gathered(self, wait: fx.Node, sources: list[fx.Node], index: int) -> Part | None:
-        first, everyone = self._program.workers.first_replica, range(self._program.workers.num_all_replicas)
-        if not 0 <= index < len(self._program.buckets):
+    def _summed_over_workers(self, wait: fx.Node, launch: fx.Node) -> Part | None:
+        """The worker's part of a sum over all workers, which it makes from their factors or from parts of their sums."""
+        program, index, are_factors = self._program, bucket_of(launch), launch.target is ops.gather_factors
+        bucket = self._bucket(index)
+        if bucket is None:
             return None
-        bucket = self._program.buckets[index]
-        for source in sources:
-            replica = first + replica_at(self._program, source)
-            part = self._exact(source)
-            if part is None or part.steps or not part.holds(GRADIENTS, index, 0, bucket.num_elements, [replica]):
-                return None
-        whole = Part(GRADIENTS, index, (Span(0, bucket.num_elements, frozenset(everyone)),))
-        if not bucket.reduces_by_shares and bucket.part is None:
-            return whole
-        return _cut(whole, *bucket.updated(replica_at(self._program, wait), self._program.num_replicas))
-
-    def _scattered(self, wait: fx.Node, sources: list[fx.Node], index: int) -> Part | None:
-        if not 0 <= index < len(self._program.buckets):
-            return None
-        bucket, num_replicas = self._program.buckets[index], self._program.num_replicas
-        local, everyone = frozenset(self._program.local_replicas), range(self._program.workers.num_all_replicas)
+        are_shares = not are_factors and program.num_replicas > 1 and bucket.reduces_by_shares
         steps: set[tuple[Any, ...]] = set()
-        for source in sources:
-            start, stop = 0, bucket.num_elements
-            if num_replicas > 1 and bucket.reduces_by_shares:
-                start, stop = bucket.share(replica_at(self._program, source), num_replicas)
-            part = self._exact(source)
-            if part is None or (start < stop and not part.holds(GRADIENTS, index, start, stop, local)):
+        for source in launch.all_input_nodes:
+            replica, part = replica_at(program, source), self._exact(source)
+            start, stop = bucket.share(replica, program.num_replicas) if are_shares else (0, bucket.num_elements)
+            summed = [program.workers.first_replica + replica] if are_factors else program.local_replicas
+            if part is None or (are_factors and part.steps):
+                return None
+            if (are_factors or start < stop) and not part.holds(GRADIENTS, index, start, stop, summed):
                 return None
             steps.add(part.steps)
-        if len(steps) != 1:
+        if not are_factors and len(steps) != 1:
             return None
-        whole = Part(GRADIENTS, index, (Span(0, bucket.num_elements, frozenset(everyone)),), steps.pop())
-        return _cut(whole, *bucket.updated(replica_at(self._program, wait), num_replicas))
+        everyone = frozenset(range(program.workers.num_all_replicas))
+        whole = Part(GRADIENTS, index, (Span(0, bucket.num_elements, everyone),), steps.pop() if steps else ())
+        if are_factors and not bucket.reduces_by_shares and bucket.part is None:
+            return whole
+        return _cut(whole, *bucket.updated(replica_at(program, wait), program.num_replicas))
+
+    def _bucket(self, index: int) -> Bucket | None:
+        return self._program.buckets[index] if 0 <= index < len(self._program.buckets) else None
 
     def _whole(self, kind: str, index: int, replicas: Iterable[int]) -> Part | None:
-        if not 0 <= index < len(self._program.buckets):
+        bucket, first = self._bucket(index), self._program.workers.first_replica
+        if bucket is None:
             return None
-        bucket: Bucket = self._program.buckets[index]
-        first = self._program.workers.first_replica
         return Part(kind, index, (Span(0, bucket.num_elements, frozenset(first + replica for replica in replicas)),))
 
     def _of_pack(self, node: fx.Node, replicas: Iterable[int]) -> Part | None:
@@ -236,15 +227,12 @@ class BucketParts:
 
     def _rows(self, node: fx.Node) -> Part | None:
         parameters, gradient = (self._part_of.get(source) for source in node.args)  # type: ignore[arg-type]
-        index, everyone = bucket_of(node), self._program.reduced_replicas
-        if parameters is None or gradient is None or not 0 <= index < len(self._program.buckets):
+        index, bucket = bucket_of(node), self._bucket(bucket_of(node))
+        if parameters is None or gradient is None or bucket is None or parameters.steps:
             return None
-        num_elements = self._program.buckets[index].num_elements
-        if not parameters.holds(PARAMETERS, index, 0, num_elements) or parameters.steps:
-            return None
-        if not gradient.holds(GRADIENTS, index, 0, num_elements, everyone):
-            return None
-        return replace(parameters, kind=ROWS)
+        is_sum = gradient.holds(GRADIENTS, index, 0, bucket.num_elements, self._program.reduced_replicas)
+        is_whole = is_sum and parameters.holds(PARAMETERS, index, 0, bucket.num_elements)
+        return replace(parameters, kind=ROWS) if is_whole else None
 
     def _narrows_again(self, part: Part, value: Any, node: fx.Node, keywords: Mapping[str, Any]) -> bool:
         """True for a cast back from a wider dtype: the pair of casts only rounds sums."""
@@ -253,10 +241,8 @@ class BucketParts:
         narrow, wide = keywords["dtype"], value.meta["val"].dtype
         *earlier, last = part.steps
         casts = [step for step in earlier if step[0] == target_name(_CAST)]
-        is_from_narrow = (
-            casts[-1] == _named_cast(narrow) if casts else narrow == self._program.buckets[part.bucket].dtype
-        )
-        return last == _named_cast(wide) and is_from_narrow and torch.promote_types(narrow, wide) == wide
+        was_narrow = casts[-1] == _named_cast(narrow) if casts else narrow == self._program.buckets[part.bucket].dtype
+        return last == _named_cast(wide) and was_narrow and torch.promote_types(narrow, wide) == wide
 
     def _exact(self, node: fx.Node) -> Part | None:
         part, value = self._part_of.get(node), node.meta.get("val")
@@ -332,26 +318,11 @@ def _added(part: Part, other: Part) -> Part | None:
 
 
 def _pairwise_sums(first: Part, other: Part) -> Iterator[Span | None]:
-    cuts = [
-        [
-            place + offset
-            for span, place in zip(part.spans, _places(part), strict=True)
-            for offset in (0, span.stop - span.start)
-        ]
-        for part in (first, other)
-    ]
-    if cuts[0][-1:] != cuts[1][-1:]:
+    cuts = [[0, *accumulate(span.stop - span.start for span in part.spans)] for part in (first, other)]
+    if cuts[0][-1] != cuts[1][-1]:
         yield None
         return
-    places = sorted({*cuts[0], *cuts[1]})
-    for start, stop in pairwise(places):
+    for start, stop in pairwise(sorted({*cuts[0], *cuts[1]})):
         (left,), (right,) = _cut(first, start, stop).spans, _cut(other, start, stop).spans
         is_sum = (left.start, left.stop) == (right.start, right.stop) and not left.replicas & right.replicas
         yield replace(left, replicas=left.replicas | right.replicas) if is_sum else None
-
-
-def _places(part: Part) -> Iterator[int]:
-    place = 0
-    for span in part.spans:
-        yield place
-        place += span.stop - span.start

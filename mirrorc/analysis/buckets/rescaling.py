@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,8 @@ from mirrorc.ir.program import Program
 
 
 def before_rescaling(value: fx.Node) -> fx.Node:
-    while value.target in ops.RESCALING and value.args and isinstance(value.args[0], fx.Node):
-        value = value.args[0]
-    return value
+    rescalings: Any = rescalings_of(value)
+    return rescalings[0].args[0] if rescalings else value
 
 
 def rescalings_of(value: fx.Node) -> list[fx.Node]:
@@ -114,7 +113,6 @@ class Norms:
 
     def __init__(self, program: Program) -> None:
         self._parts = BucketParts(program)
-        self._commits: Mapping[int | None, Sequence[fx.Node]] = {}
         self._all_commits = [node for graph in program.graphs() for node in calls_to(graph, ops.commit)]
 
     def of(self, node: fx.Node) -> NormOperands | None:

@@ -23,9 +23,8 @@ def slot_of(value: Any) -> fx.Node | None:
         if variable is None:
             return None
         call: Any = value.args[0]
-        value = next(
-            (argument for argument in call.args if variable in (_slot_variable(argument), gradient_of(argument))), None
-        )
+        named = ((argument, (_slot_variable(argument), gradient_of(argument))) for argument in call.args)
+        value = next((argument for argument, names in named if variable in names), None)
     return value if isinstance(value, fx.Node) else None
 
 

@@ -1,7 +1,8 @@
-"""The model's collectives over the replicas of all workers."""
+"""The model's collectives over the replicas of all workers, and a worker's schedule of communication."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import calls_to, name_of, operation_name
+from mirrorc.ir.buckets import Bucket
+from mirrorc.ir.nodes import bucket_of, calls_to, name_of, operation_name, pack_of
 from mirrorc.ir.program import Program
 from mirrorc.ir.routes import replica_at
 
@@ -44,9 +46,8 @@ class WorkerMeeting:
 def worker_meetings(program: Program) -> list[WorkerMeeting]:
     if not program.meets_workers:
         return []
-    graphs = (
-        [program.graph] if program.graph is not None else [module.graph for module in program.device_graphs.values()]
-    )
+    modules = program.device_graphs.values()
+    graphs = [program.graph] if program.graph is not None else [module.graph for module in modules]
     nodes = [node for graph in graphs for node in calls_to(graph, *ops.ATTENDED)]
     first = [node for node in nodes if replica_at(program, node) == program.first_present]
     return [_meeting(node, [other for other in nodes if _number(other) == _number(node)]) for node in first]
@@ -111,6 +112,38 @@ def rows_agree(claims: Sequence[Sequence[int]]) -> bool:
 
 def rows_elsewhere(claims: Sequence[Sequence[int]], rank: int) -> RowsElsewhere:
     places = range(0, len(claims[0]), 3)
-    return tuple(
-        (sum(claim[i] for claim in claims[:rank]), sum(claim[i] for claim in claims[rank + 1 :])) for i in places
+    lower, higher = claims[:rank], claims[rank + 1 :]
+    return tuple((sum(claim[i] for claim in lower), sum(claim[i] for claim in higher)) for i in places)
+
+
+def worker_schedule(program: Program) -> tuple[str, ...]:
+    """Text lines that must be equal on all workers, without numbers of gathered rows."""
+    everyone = " ".join(map(str, program.workers.devices_per_worker))
+    # the verifier checks that all devices have the same exchanges
+    launches = calls_to(program.graphs()[0], *ops.BETWEEN_WORKERS)
+    met = (meeting.line for meeting in worker_meetings(program))
+    return (f"devices of workers: {everyone}", *met, *(_line(program, node) for node in launches))
+
+
+def schedule_hash(program: Program) -> str:
+    return hashlib.sha256("\n".join(worker_schedule(program)).encode()).hexdigest()
+
+
+def _elements(bucket: Bucket, node: fx.Node) -> str:
+    packs = [pack for pack in bucket.packs if pack.number == pack_of(node)]
+    return "".join(f" pack {pack.number} at {pack.start} to {pack.stop}" for pack in packs)
+
+
+def _line(program: Program, node: fx.Node) -> str:
+    bucket = program.buckets[bucket_of(node)]
+    slots = ", ".join(f"{s.variable}{list(s.shape)}{list(s.strides)} at {s.offset}" for s in bucket.slots)
+    value = node.meta.get("val")
+    dtype = value.value.dtype if isinstance(value, ops.Pending) else bucket.dtype
+    sent = f" as {'; '.join(map(str, bucket.sent_factors))}" if bucket.is_sent_as_factors else ""
+    op = f" {node.kwargs['op']}" if "op" in node.kwargs else ""
+    op += f" of {node.kwargs['count']} largest" if "count" in node.kwargs else ""
+    op += f" of {node.kwargs['payload']}, {node.kwargs['num_bytes']} bytes" if "payload" in node.kwargs else ""
+    return (
+        f"{name_of(node)}{op} bucket {bucket.index}{_elements(bucket, node)} {dtype} {bucket.num_elements} over "
+        f"{node.kwargs.get('link')} for {bucket.rule.label}: {slots}{sent}"
     )

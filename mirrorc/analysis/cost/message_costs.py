@@ -9,7 +9,7 @@ from torch import fx
 
 from mirrorc.analysis.buckets.bucket_parts import GRADIENTS, BucketParts
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import bucket_of, is_computed
+from mirrorc.ir.nodes import bucket_of, is_computed, reached
 from mirrorc.ir.program import Program
 from mirrorc.ir.routes import Route, route_of, sends_in
 
@@ -68,17 +68,10 @@ def messages(program: Program, buckets: Collection[int] | None = None) -> list[M
 
 
 def _received_for(program: Program, value: fx.Node) -> Iterator[Route]:
-    waiting, seen = [value], set()
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
+    for node in reached([value], lambda user: user.all_input_nodes if is_computed(user) else ()):
         launch = node.all_input_nodes[0] if node.target is ops.wait else None
         if launch is not None and launch.target is ops.recv:
             yield route_of(program, launch)
-        elif is_computed(node):
-            waiting += node.all_input_nodes
 
 
 def _chains(pending: list[Message]) -> dict[Route, int]:

@@ -29,9 +29,7 @@ class Durations(Protocol):
 
 @dataclass(frozen=True)
 class SimulatedCall:
-    """A device's call, in seconds from the beginning of the step. ``waited`` is time spent waiting for other devices or
-    the link.
-    """
+    """A device's call, in seconds from the step's beginning. ``waited``: for other devices or the link."""
 
     node: fx.Node
     start: float
@@ -41,9 +39,7 @@ class SimulatedCall:
 
 @dataclass(frozen=True)
 class Flight:
-    """A bucket on the link between workers, which carries one at a time. ``launched``: when the last device launched
-    it.
-    """
+    """A bucket on the link between workers, which carries one at a time. ``launched``: by the last device."""
 
     bucket: int
     kind: str
@@ -156,18 +152,9 @@ class _Run:
 
 def _tag(node: fx.Node, replica: int) -> Any:
     if node.target in (ops.send, ops.recv):
-        is_sent = node.target is ops.send
-        to = node.kwargs["destination"] if is_sent else replica
-        source = replica if is_sent else node.kwargs["source"]
-        return (
-            "send",
-            bucket_of(node),
-            node.kwargs.get("pack"),
-            node.kwargs.get("chunk", 0),
-            node.kwargs.get("round", 0),
-            source,
-            to,
-        )
+        ends = (replica, node.kwargs["destination"]) if node.target is ops.send else (node.kwargs["source"], replica)
+        words = (node.kwargs.get("pack"), node.kwargs.get("chunk", 0), node.kwargs.get("round", 0))
+        return ("send", bucket_of(node), *words, *ends)
     return name_of(node), pack_of(node)
 
 

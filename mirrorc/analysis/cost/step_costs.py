@@ -86,10 +86,8 @@ class ProgramDurations:
             if pace is None:
                 raise UnknownCostError(f"no {phase} of replica {replica} was measured")
             whole = Pace.of([works[region_of(node)] for node in nodes], [0.0] * len(nodes))
-            times = [pace.at(part) for part in whole.parts]
-            yield from (
-                (node, after - before) for node, (before, after) in zip(nodes, itertools.pairwise(times), strict=True)
-            )
+            times = itertools.pairwise([pace.at(part) for part in whole.parts])
+            yield from ((node, after - before) for node, (before, after) in zip(nodes, times, strict=True))
 
     def start_seconds(self, replica: int) -> float:
         return self._costs.starts[replica]
@@ -102,7 +100,8 @@ class ProgramDurations:
                 return 0.0
             return self._seconds_of_products(bucket_of(node))
         if node.target is ops.wait and launch_of(node).target is ops.scatter_sums:
-            return self._seconds_of_adding(replica, node)
+            num_bytes = num_bytes_of_call(self._program, replica, node)
+            return (self._program.workers.num_workers + 1) * num_bytes * self._costs.machine.seconds_per_byte
         if node.target is ops.wait and launch_of(node).target is ops.gather_parameters:
             return 0.0  # received elements are already in place
         kind, size = kind_of_call(self._program, node), num_bytes_of_call(self._program, replica, node)
@@ -135,10 +134,6 @@ class ProgramDurations:
         written = program.buckets[bucket].num_bytes * machine.seconds_per_byte
         num_makers = num_devices * (num_workers if program.buckets[bucket].part is not None else 1)
         return (work * num_workers + written) / num_makers
-
-    def _seconds_of_adding(self, replica: int, wait: fx.Node) -> float:
-        num_bytes = num_bytes_of_call(self._program, replica, wait)
-        return (self._program.workers.num_workers + 1) * num_bytes * self._costs.machine.seconds_per_byte
 
     def flight_seconds(self, node: fx.Node) -> float:
         return sum(map(self._costs.link.seconds_of, self._collectives_of(node)))

@@ -39,13 +39,8 @@ def seconds_of_operator(node: fx.Node, machine: Machine) -> float:
         return 0.0
     if getattr(node.target, "is_view", False):
         return 0.0
-    moved = _num_bytes(node.meta.get("val")) + sum(
-        _num_bytes(source.meta.get("val")) for source in node.all_input_nodes
-    )
-    return max(
-        _num_multiplications(node) * machine.seconds_per_multiplication,
-        moved * machine.seconds_per_byte,
-    )
+    moved = sum(_num_bytes(value.meta.get("val")) for value in (node, *node.all_input_nodes))
+    return max(_num_multiplications(node) * machine.seconds_per_multiplication, moved * machine.seconds_per_byte)
 
 
 def _num_multiplications(node: fx.Node) -> float:

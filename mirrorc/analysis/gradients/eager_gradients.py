@@ -1,4 +1,4 @@
-"""Gradients that a graph takes from a backward in plain PyTorch."""
+"""Gradients that a graph takes from a backward in plain PyTorch, and runs that exchange values with other replicas."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any, cast
 
 from torch import fx
 
-from mirrorc.custom_ops.eager_calls import take_gradient
+from mirrorc.custom_ops.eager_calls import OPAQUE, take_gradient
 from mirrorc.ir.nodes import calls_to
+from mirrorc.ir.program import Program
 
 
 @dataclass(frozen=True)
@@ -51,3 +52,13 @@ def places_of_arguments(graph: fx.Graph, values: Sequence[fx.Node]) -> list[int]
     """Indices of arguments. Raises ValueError if a value is not an argument of the graph."""
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     return [placeholders.index(value) for value in values]
+
+
+def plain_exchange(graph: fx.Graph) -> fx.Node | None:
+    """A forward whose runs exchange values with other replicas."""
+    return next((node for node in calls_to(graph, *OPAQUE) if node.kwargs.get("exchanges")), None)
+
+
+def exchanges_as_plain_pytorch(program: Program) -> bool:
+    graphs = (*program.graphs(), *(region.graph_module.graph for region in program.regions.values()))
+    return any(plain_exchange(graph) is not None for graph in graphs)

@@ -54,20 +54,13 @@ def why_not_in_parts(program: Program, update: fx.Node) -> str:
         return "it scales the gradient as a whole"
     if any(device.is_asynchronous for device in program.devices):
         return "devices run it behind the host's back"
-    packs = [
-        pack for launch in launches for pack in launch.all_input_nodes if pack.target is ops.pack and has_link(pack)
-    ]
-    is_sent = program.buckets[bucket_of(update)].is_sent_as_factors
-    if not is_sent and not any(
-        map(left_to_shares, packs if any(pack.args for pack in packs) else _packs(program, update))
-    ):
-        return f"no gradient of bucket {bucket_of(update)} is left as factors"
-    return ""
-
-
-def _packs(program: Program, update: fx.Node) -> list[fx.Node]:
-    packs = [pack for graph in program.graphs() for pack in calls_to(graph, ops.pack)]
-    return [pack for pack in packs if bucket_of(pack) == bucket_of(update) and has_link(pack)]
+    index, packs = bucket_of(update), [source for launch in launches for source in launch.all_input_nodes]
+    packs = [pack for pack in packs if pack.target is ops.pack and has_link(pack)]
+    if not any(pack.args for pack in packs):
+        packs = [pack for graph in program.graphs() for pack in calls_to(graph, ops.pack)]
+        packs = [pack for pack in packs if bucket_of(pack) == index and has_link(pack)]
+    is_factored = program.buckets[index].is_sent_as_factors or any(map(left_to_shares, packs))
+    return "" if is_factored else f"no gradient of bucket {index} is left as factors"
 
 
 def has_link(pack: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""Cuts of a captured graph, at buckets and at the model's collectives."""
+"""Cuts of a captured graph: where backward begins, at buckets and at the model's collectives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import fx
 
 from mirrorc.analysis.graph.aliases import viewed
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import calls_to
+from mirrorc.ir.nodes import calls_to, reached
+from mirrorc.ir.program import ArgumentKind, Program, placeholders_of
 from mirrorc.torch_internals import num_bytes_now
 
 _MIN_GAIN = 2  # the value has at least so many times the products' bytes
@@ -42,15 +43,11 @@ def moved_before_cuts(piece_of: Mapping[fx.Node, int], min_bytes: int) -> dict[f
 
 
 def _readers_behind(value: fx.Node, piece_of: Mapping[fx.Node, int]) -> set[fx.Node]:
-    readers: set[fx.Node] = set()
-    pending = [value]
-    for node in pending:
-        for user in node.users:
-            if piece_of.get(user) != piece_of[value] and user not in readers:
-                readers.add(user)
-                if viewed(user) is not None:
-                    pending.append(user)
-    return readers
+    def readers(node: fx.Node) -> list[fx.Node]:
+        is_read = node is value or viewed(node) is not None
+        return [user for user in node.users if piece_of.get(user) != piece_of[value]] if is_read else []
+
+    return set(reached([value], readers)) - {value}
 
 
 def _needed(readers: set[fx.Node], piece: int, piece_of: Mapping[fx.Node, int]) -> set[fx.Node] | None:
@@ -93,9 +90,8 @@ def cut_at_meetings(graph: fx.Graph, forward: Sequence[fx.Node], backward: Seque
         return Cut([forward], backward)
     position = {node: i for i, node in enumerate(graph.nodes)}
     places = [position[node] for node in meetings]
-    segments: dict[tuple[int, int], list[fx.Node]] = {
-        (0, 0): []
-    }  # by the number of meetings before them, and by their piece
+    # by the number of meetings before them, and by their piece
+    segments: dict[tuple[int, int], list[fx.Node]] = {(0, 0): []}
     for piece, nodes in enumerate((forward, *backward)):
         for node in nodes:
             before = bisect.bisect(places, position[source_of_part(node)])
@@ -115,3 +111,11 @@ def source_of_part(node: fx.Node) -> fx.Node:
         assert isinstance(source, fx.Node)
         node = source
     return node
+
+
+def first_of_backward(program: Program, graph: fx.Graph) -> fx.Node | None:
+    """The first node that uses the gradient of the loss or of an output; None in an evaluation."""
+    kinds = (ArgumentKind.LOSS_WEIGHT, ArgumentKind.TANGENT) if program.trains else ()
+    tangents = [node for kind in kinds for node in placeholders_of(graph, program.arguments, kind)]
+    users = {user for tangent in tangents for user in tangent.users}
+    return next((node for node in graph.nodes if node in users), None) if users else None

@@ -57,10 +57,7 @@ def gelu_backward(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 DECOMPOSITIONS: Mapping[Any, Callable[..., torch.Tensor]] = MappingProxyType(
-    {
-        aten.gelu.default: gelu,
-        aten.gelu_backward.default: gelu_backward,
-    }
+    {aten.gelu.default: gelu, aten.gelu_backward.default: gelu_backward}
 )
 """By operator, equivalent functions of its tensors without tanh, for nodes with `is_tanh_gelu`."""
 
@@ -74,6 +71,5 @@ def _exact(x: torch.Tensor) -> torch.Tensor:
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return (
-        torch.ops.prims.convert_element_type(x, dtype) if x.dtype is not dtype else x
-    )  # both backends run it unchanged
+    # both backends run it unchanged
+    return torch.ops.prims.convert_element_type(x, dtype) if x.dtype is not dtype else x

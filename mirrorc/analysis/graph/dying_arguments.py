@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
-from mirrorc.analysis.graph.aliases import origins, viewed
+from mirrorc.analysis.graph.aliases import origins, shared_by, viewed
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import is_region_call, region_of
-from mirrorc.ir.program import Program
+from mirrorc.ir.nodes import is_compute, is_region_call, region_of
+from mirrorc.ir.program import Program, Region
 from mirrorc.torch_internals import sizes_key
 
 aten = torch.ops.aten
@@ -24,9 +25,7 @@ PRODUCTS = frozenset(
 
 def dying_places(program: Program, call: fx.Node) -> set[int]:
     """Indices of a region call's arguments that are contiguous products of other regions without another reader."""
-    return {
-        i for i, argument in enumerate(call.args) if isinstance(argument, fx.Node) and _dies(program, call, argument)
-    }
+    return {i for i, value in enumerate(call.args) if isinstance(value, fx.Node) and _dies(program, call, value)}
 
 
 def _dies(program: Program, call: fx.Node, argument: fx.Node) -> bool:
@@ -71,10 +70,8 @@ def reserved_argument(body: fx.Graph, place: Any) -> int | None:
 def _may_be_of_others(body: fx.Graph, place: Any, value: fx.Node) -> bool:
     results: Any = body.output_node().args[0]
     numbers = _numbers(body)
-    others = [
-        origin for i, other in enumerate(results) if i != place and other is not None for origin in origins(other)
-    ]
-    return any(numbers[origin] == numbers[value] for origin in others)
+    others = [other for i, other in enumerate(results) if i != place and other is not None]
+    return any(numbers[origin] == numbers[value] for other in others for origin in origins(other))
 
 
 def stored_product(value: Any) -> fx.Node | None:
@@ -106,3 +103,18 @@ def _numbers(body: fx.Graph) -> dict[fx.Node, int]:
 def _type(node: fx.Node) -> Any:
     value = node.meta.get("val")
     return (value.dtype, sizes_key(value.shape)) if isinstance(value, torch.Tensor) else None
+
+
+def last_reader(part: fx.Node, regions: Mapping[str, Region]) -> fx.Node | None:
+    """None without a reader, or if one may return a view of ``part`` or is neither a region call nor an operator."""
+    readers: list[Any] = list(part.users)
+    return max(readers) if readers and all(_uses_up(reader, part, regions) for reader in readers) else None
+
+
+def _uses_up(reader: fx.Node, part: fx.Node, regions: Mapping[str, Region]) -> bool:
+    if not is_region_call(reader):
+        return is_compute(reader) and not shared_by(reader)
+    body = regions[region_of(reader)].graph_module.graph
+    placeholders = body.find_nodes(op="placeholder")
+    arguments = {placeholders[place] for place, source in enumerate(reader.args) if source is part}
+    return all(arguments.isdisjoint(origins(result)) for result in body.output_node().all_input_nodes)

@@ -21,12 +21,9 @@ LAYOUT_ONLY: Mapping[Any, str] = {
 """
 
 BY_POSITION = (
-    aten.as_strided.default,
-    aten.as_strided_copy.default,
-    aten.as_strided_scatter.default,
-    aten._reshape_alias.default,
-    aten._reshape_alias_copy.default,
-)
+    aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default,
+    aten._reshape_alias.default, aten._reshape_alias_copy.default,
+)  # fmt: skip
 _READ_STRIDES = (*BY_POSITION, aten.view.dtype)
 _OF_TORCH = ("aten", "prims")
 

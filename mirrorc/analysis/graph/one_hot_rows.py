@@ -32,9 +32,7 @@ class RowValues(Protocol[V]):
 
 @dataclass(frozen=True)
 class _OneHot(Generic[V]):
-    """One-hot rows: ``index`` is the position of the element in each row (size 1 along the rows), ``element`` its
-    value.
-    """
+    """One-hot rows: the position of the element in each row (size 1 along the rows), and its value."""
 
     index: V
     element: Any

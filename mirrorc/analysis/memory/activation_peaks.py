@@ -11,12 +11,11 @@ from torch import fx
 
 from mirrorc.analysis.cost.work import Machine, seconds_of_operator
 from mirrorc.analysis.graph.aliases import viewed
-from mirrorc.analysis.graph.backward import first_of_backward
+from mirrorc.analysis.graph.cuts import first_of_backward
 from mirrorc.analysis.memory.recomputed_values import num_bytes_of, recomputed_values
 from mirrorc.analysis.memory.workspaces import workspace_bytes
 from mirrorc.ir import ops
-from mirrorc.ir.checkpoints import Checkpoint, checkpoint_of
-from mirrorc.ir.nodes import is_compute
+from mirrorc.ir.nodes import Checkpoint, checkpoint_of, is_compute
 from mirrorc.ir.program import Program
 
 MACHINE = Machine(seconds_per_multiplication=2e-11, seconds_per_byte=1e-10)
@@ -136,10 +135,7 @@ class JointTimeline:
         needed: set[int] = set()
         pending = [user]
         while pending:
-            operands = self._inputs[pending.pop()]
-            new = [
-                operand for operand in operands if operand in again and operand not in needed and operand not in copies
-            ]
+            new = [i for i in self._inputs[pending.pop()] if i in again and i not in needed and i not in copies]
             needed.update(new)
             pending += new
         return needed

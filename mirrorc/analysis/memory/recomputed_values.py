@@ -11,8 +11,7 @@ from torch import fx
 
 from mirrorc.analysis.graph.aliases import viewed
 from mirrorc.ir import ops
-from mirrorc.ir.checkpoints import Checkpoint
-from mirrorc.ir.nodes import is_compute
+from mirrorc.ir.nodes import Checkpoint, is_compute, reached
 from mirrorc.torch_internals import num_bytes_now, storage_bytes_now
 
 CheckpointOf = Callable[[fx.Node], Checkpoint | None]
@@ -53,13 +52,11 @@ def is_forward_output(output: fx.Node, node: fx.Node) -> bool:
 
 def needed_again(user: fx.Node, again: Set[fx.Node], copies: Container[fx.Node]) -> set[fx.Node]:
     """Values of ``again`` that a user needs, directly or through values of ``again`` without a copy."""
-    needed: set[fx.Node] = set()
-    pending = [user]
-    while pending:
-        new = [source for source in pending.pop().all_input_nodes if source in again and source not in needed]
-        needed.update(new)
-        pending += [node for node in new if node not in copies]
-    return needed
+
+    def onward(node: fx.Node) -> list[fx.Node]:
+        return [source for source in node.all_input_nodes if source in again] if node not in copies else []
+
+    return set(reached([user], onward)) - {user}
 
 
 def saved_values(nodes: Sequence[fx.Node], backward: Container[fx.Node]) -> list[fx.Node]:

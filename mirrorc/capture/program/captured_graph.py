@@ -25,9 +25,8 @@ from mirrorc.capture.rewrites.strided_reads import confine_strided_reads
 from mirrorc.capture.rewrites.value_names import with_stable_names
 from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
-from mirrorc.ir.checkpoints import CHECKPOINT, Checkpoint
 from mirrorc.ir.names import identifier
-from mirrorc.ir.nodes import calls_to
+from mirrorc.ir.nodes import CHECKPOINT, Checkpoint, calls_to
 from mirrorc.ir.program import Argument, ArgumentKind, gradient_output
 from mirrorc.ir.rearrangements import TRANSPOSITIONS
 from mirrorc.messages.problem import problem

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.communication.plain_exchanges import plain_exchange
+from mirrorc.analysis.gradients.eager_gradients import plain_exchange
 from mirrorc.capture.diagnostics.capture_errors import EVEN_BATCHES
 from mirrorc.custom_ops import replica_collectives
 from mirrorc.errors import CaptureError

@@ -12,7 +12,7 @@ from torch import fx
 from mirrorc.analysis.graph.layouts import may_read_memory_in_order, reads_strides, strides_of
 from mirrorc.custom_ops.random import seeded
 from mirrorc.errors import CaptureError
-from mirrorc.ir.checkpoints import CHECKPOINT
+from mirrorc.ir.nodes import CHECKPOINT
 from mirrorc.ir.type_inference import reinfer_type
 from mirrorc.messages.problem import problem
 from mirrorc.messages.source_lines import source_line

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mirrorc.analysis.cost.gradient_exchange import bytes_of_sum_received
+from mirrorc.analysis.cost.link_speed import bytes_of_sum_received
 from mirrorc.analysis.gradients.sent_factors import fake_rows, sendable
 from mirrorc.compilation.choices.exchange_decision import exchange_remark
 from mirrorc.ir import ops

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from mirrorc.analysis.cost.gradient_exchange import Candidate
-from mirrorc.analysis.cost.link_speed import LinkSpeed
+from mirrorc.analysis.cost.link_speed import Candidate, LinkSpeed
 from mirrorc.errors import CommunicationError
 from mirrorc.ir.workers import Workers
 from mirrorc.messages.problem import problem

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 
 import torch
 
-from mirrorc.analysis.cost.gradient_exchange import Candidate
+from mirrorc.analysis.cost.link_speed import Candidate
 from mirrorc.analysis.gradients.sent_factors import fake_rows, sendable, sent_factors
 from mirrorc.compilation.choices.exchange_decision import Figures, choose_sent_as_factors
 from mirrorc.compilation.choices.joint_choice import JointChoice

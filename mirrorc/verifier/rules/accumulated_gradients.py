@@ -10,11 +10,10 @@ from torch import fx
 
 from mirrorc.analysis.buckets.bucket_parts import GRADIENTS, BucketParts
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import bucket_of, calls_to, is_computed, pack_of, replica_of
+from mirrorc.ir.nodes import bucket_of, calls_to, is_computed, pack_of, reached, replica_of
 from mirrorc.ir.program import Accumulation, Program, Stage
 from mirrorc.ir.routes import replica_at
-from mirrorc.verifier.rules.programs import Violation, last_of_bucket, say_pack, scopes
-from mirrorc.verifier.rules.rule import rule
+from mirrorc.verifier.rules.rule import Violation, calls, last_of_bucket, rule, say_pack, scopes
 
 
 @rule(since=Stage.UPDATED)
@@ -23,9 +22,8 @@ def gradients_are_accumulated_once(program: Program) -> Iterator[Violation]:
     and communicates nothing. No other program adds to the accumulated gradients.
     """
     yield from _wrong_uses(program, ops.accumulate, Accumulation.ADDS)
-    for where, graph, _ in scopes(program) if program.accumulates else ():
-        for node in calls_to(graph, *ops.COLLECTIVES, ops.send, ops.recv):
-            yield Violation(f"{node.name} on {where(replica_of(node))} communicates: the program accumulates", node)
+    for where, node in calls(program, *ops.COLLECTIVES, ops.send, ops.recv) if program.accumulates else ():
+        yield Violation(f"{node.name} on {where(replica_of(node))} communicates: the program accumulates", node)
 
 
 @rule(since=Stage.PACKED)
@@ -34,13 +32,12 @@ def accumulated_gradients_are_added_once(program: Program) -> Iterator[Violation
     and nothing else uses that bucket. No other program reads the accumulated gradients.
     """
     yield from _wrong_uses(program, ops.add_accumulated, Accumulation.ENDS)
-    for where, graph, _ in scopes(program) if program.accumulation is Accumulation.ENDS else ():
-        for pack in calls_to(graph, ops.pack):
-            for taker, value in _takers(pack):
-                yield Violation(
-                    f"{taker.name} on {where(replica_of(pack))} takes {value.name} without the gradients that are accumulated",
-                    taker,
-                )
+    for where, pack in calls(program, ops.pack) if program.accumulation is Accumulation.ENDS else ():
+        for taker, value in _takers(pack):
+            yield Violation(
+                f"{taker.name} on {where(replica_of(pack))} takes {value.name} without the gradients that are accumulated",
+                taker,
+            )
 
 
 @rule(since=Stage.UPDATED)
@@ -113,19 +110,11 @@ def _takes_local_pack(program: Program, parts: BucketParts, node: fx.Node) -> bo
     if part is None or part.steps or not 0 <= index < len(program.buckets):
         return False
     source: Any = node.args[0]
-    is_summed_up = any(value.target is ops.add_accumulated for value in _computed_of(source))
+    values = reached([source], lambda value: value.all_input_nodes if is_computed(value) else ())
+    is_summed_up = any(value.target is ops.add_accumulated for value in values)
     replica = program.workers.first_replica + replica_at(program, node)
     whole = (0, program.buckets[index].num_elements)
     if node.target is ops.add_accumulated:
         packs = program.buckets[index].launch_units
         whole = next(((pack.start, pack.stop) for pack in packs if pack.number == pack_of(node)), (0, 0))
     return part.holds(GRADIENTS, index, *whole, [replica]) and not is_summed_up
-
-
-def _computed_of(value: fx.Node) -> Iterator[fx.Node]:
-    waiting = [value]
-    while waiting:
-        node = waiting.pop()
-        if is_computed(node):
-            yield node
-            waiting += node.all_input_nodes

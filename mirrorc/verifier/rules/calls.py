@@ -15,8 +15,7 @@ from mirrorc.ir.program import Accumulation, ArgumentKind, Program, Stage, place
 from mirrorc.ir.routes import replica_of_graph
 from mirrorc.printing.printed_values import type_of
 from mirrorc.torch_internals import is_symbolic, raw_symbols, size_key, sizes_key, symbols_in
-from mirrorc.verifier.rules.programs import Violation, losses_of, scopes
-from mirrorc.verifier.rules.rule import Order, Scope, rule
+from mirrorc.verifier.rules.rule import Order, Scope, Violation, losses_of, rule, scopes
 
 _OF_FORWARD_AND_BACKWARD = (ops.argument, ops.slot, ops.check, ops.gather, ops.keep, ops.write)
 

@@ -12,8 +12,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to, owners_of, replica_of
 from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.ir.routes import send_to
-from mirrorc.verifier.rules.programs import Violation, scopes
-from mirrorc.verifier.rules.rule import Order, rule
+from mirrorc.verifier.rules.rule import Order, Violation, calls, rule, scopes
 
 
 @rule(since=Stage.REPLICATED)
@@ -25,7 +24,7 @@ def checks_come_first(program: Program) -> Iterator[Violation]:
         owners = owners_of(graph)
         too_late: dict[int | None, fx.Node] = {}
         for node in graph.nodes:
-            if _changes_something(node):
+            if any(node.target in group for group in (ops.LAUNCHES, ops.WRITERS, (ops.send, ops.commit))):
                 for replica in replicas if node.target in ops.COLLECTIVES else [owners.get(node)]:
                     too_late.setdefault(replica, node)
             elif node.target is ops.check and (before := too_late.get(owners.get(node))) is not None:
@@ -36,21 +35,16 @@ def checks_come_first(program: Program) -> Iterator[Violation]:
                 )
 
 
-def _changes_something(node: fx.Node) -> bool:
-    return any(node.target in group for group in (ops.LAUNCHES, ops.WRITERS, (ops.send, ops.commit)))
-
-
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
 def a_checked_step_misses_nothing(program: Program) -> Iterator[Violation]:
     """In a checked step, each replica's commit takes `is_finite` of all inputs of its updates, and of its unscaled
     loss. Nothing else uses these booleans. All replicas have the same ``otherwise``.
     """
-    commits = [node for _, graph, _ in scopes(program) for node in calls_to(graph, ops.commit)]
-    for _, graph, _ in scopes(program):
-        for node in calls_to(graph, ops.is_finite):
-            other = next((user for user in node.users if user.target is not ops.commit), None)
-            if other is not None:
-                yield Violation(f"{other.name} takes {node.name}, which is for the commit alone", node)
+    commits = [node for _, node in calls(program, ops.commit)]
+    for _, node in calls(program, ops.is_finite):
+        other = next((user for user in node.users if user.target is not ops.commit), None)
+        if other is not None:
+            yield Violation(f"{other.name} takes {node.name}, which is for the commit alone", node)
     if Property.CHECKED not in program.properties and not any(map(is_checked, commits)):
         return
     for commit in commits:
@@ -91,7 +85,7 @@ def _missed(graph: fx.Graph, replica: int | None, where: str, is_scaled: bool) -
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
 def nothing_is_in_flight_at_a_checked_commit(program: Program) -> Iterator[Violation]:
     """In a checked step, launches and sends before the commit are waited for before it, because the step may end there."""
-    commits = [node for _, graph, _ in scopes(program) for node in calls_to(graph, ops.commit) if is_checked(node)]
+    commits = [node for _, node in calls(program, ops.commit) if is_checked(node)]
     ends = {(commit.graph, replica_of(commit)): commit for commit in commits}
 
     def is_after_commit(node: fx.Node) -> bool:

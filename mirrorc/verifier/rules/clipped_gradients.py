@@ -25,8 +25,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to, owners_of, replica_of
 from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.messages.wording import numbered
-from mirrorc.verifier.rules.programs import Violation, scopes
-from mirrorc.verifier.rules.rule import Order, rule
+from mirrorc.verifier.rules.rule import Order, Violation, calls, rule, scopes
 
 _CLIP_VALUE, _UNSCALE = ops.clip_value.__name__, "unscale"
 
@@ -72,39 +71,36 @@ def norms_count_every_element_once(program: Program) -> Iterator[Violation]:
     all replicas.
     """
     norms, reported = Norms(program), dict[object, tuple[fx.Node, frozenset[int]]]()
-    for where, graph, _ in scopes(program):
-        for node in calls_to(graph, ops.tell, ops.clip_factor):
-            norm, _ = norm_in(node.args[0])
-            measured = norms.of(norm)
-            if measured is None:
-                yield Violation(f"{node.name} on {where(replica_of(node))} takes {norm.name}, which is no norm", node)
-                continue
-            buckets = _buckets_of(measured)
-            if buckets is None:
-                yield Violation(
-                    f"{node.name} on {where(replica_of(node))} takes {norm.name}, which measures something else than the sums "
-                    "of gradients",
-                    node,
-                )
-                continue
-            other, others = (
-                reported.setdefault(node.kwargs["what"], (node, buckets))
-                if node.target is ops.tell
-                else (node, buckets)
+    for where, node in calls(program, ops.tell, ops.clip_factor):
+        norm, _ = norm_in(node.args[0])
+        measured = norms.of(norm)
+        if measured is None:
+            yield Violation(f"{node.name} on {where(replica_of(node))} takes {norm.name}, which is no norm", node)
+            continue
+        buckets = _buckets_of(measured)
+        if buckets is None:
+            yield Violation(
+                f"{node.name} on {where(replica_of(node))} takes {norm.name}, which measures something else than the sums "
+                "of gradients",
+                node,
             )
-            if others != buckets:
+            continue
+        other, others = (
+            reported.setdefault(node.kwargs["what"], (node, buckets)) if node.target is ops.tell else (node, buckets)
+        )
+        if others != buckets:
+            yield Violation(
+                f"{node.name} on {where(replica_of(node))} tells the norm of {numbered('bucket', sorted(buckets))}, "
+                f"{other.name} that of {numbered('bucket', sorted(others))}, both as {node.kwargs['what']!r}",
+                node,
+            )
+        for bucket in sorted(buckets):
+            if not _is_whole(program, bucket, measured):
                 yield Violation(
-                    f"{node.name} on {where(replica_of(node))} tells the norm of {numbered('bucket', sorted(buckets))}, "
-                    f"{other.name} that of {numbered('bucket', sorted(others))}, both as {node.kwargs['what']!r}",
+                    f"{norm.name}, which {node.name} on {where(replica_of(node))} takes, does not count each element of "
+                    f"bucket {bucket} once",
                     node,
                 )
-            for bucket in sorted(buckets):
-                if not _is_whole(program, bucket, measured):
-                    yield Violation(
-                        f"{norm.name}, which {node.name} on {where(replica_of(node))} takes, does not count each element of "
-                        f"bucket {bucket} once",
-                        node,
-                    )
 
 
 def _buckets_of(measured: NormOperands) -> frozenset[int] | None:
@@ -145,9 +141,7 @@ def gradients_are_clipped_alike(program: Program) -> Iterator[Violation]:
                         taker,
                     )
                 first.setdefault(bucket, taker)
-    bounds = {
-        bucket: {step for way in ways for step in way if step[0] == _CLIP_VALUE} for bucket, ways in scaled.items()
-    }
+    bounds = {i: {step for way in ways for step in way if step[0] == _CLIP_VALUE} for i, ways in scaled.items()}
     for bucket, bound in bounds.items():
         if bound != next(iter(bounds.values())):
             yield Violation(f"the elements of bucket {bucket} have another bound than those of others", first[bucket])

@@ -19,15 +19,17 @@ from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, is_region_call, or
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.routes import replica_at
 from mirrorc.torch_internals import writes_argument
-from mirrorc.verifier.rules.programs import (
+from mirrorc.verifier.rules.rule import (
+    Order,
     Violation,
+    calls,
     last_of_bucket,
+    rule,
     say,
     say_pack,
     scopes,
     written_buckets,
 )
-from mirrorc.verifier.rules.rule import Order, rule
 
 
 @rule(since=Stage.REDUCED)
@@ -55,17 +57,15 @@ def collectives_are_waited_for_once(program: Program) -> Iterator[Violation]:
 @rule(since=Stage.REDUCED)
 def buckets_in_flight_are_not_used(program: Program) -> Iterator[Violation]:
     """A packed bucket, and values computed from it before its reduction, are used only by the reduction."""
-    for _, graph, _ in scopes(program):
-        for node in calls_to(graph, *ops.REDUCTIONS, ops.gather_factors):
-            for operand in node.all_input_nodes:
-                packed = origin_of(operand)
-                pack = (bucket_of(node), node.kwargs.get("pack"))
-                if packed.target is not ops.pack or (packed.kwargs.get("bucket"), packed.kwargs.get("pack")) != pack:
-                    yield Violation(f"{say(node)} is given {operand.name}, which is another bucket", node)
-                for value in _way(packed, operand):
-                    others = [user for user in value.users if user is not node and not _leads_to(user, operand)]
-                    for user in others:
-                        yield Violation(f"bucket {bucket_of(node)} is in flight but used by {user.name}", user)
+    for _, node in calls(program, *ops.REDUCTIONS, ops.gather_factors):
+        for operand in node.all_input_nodes:
+            packed = origin_of(operand)
+            pack = (bucket_of(node), node.kwargs.get("pack"))
+            if packed.target is not ops.pack or (packed.kwargs.get("bucket"), packed.kwargs.get("pack")) != pack:
+                yield Violation(f"{say(node)} is given {operand.name}, which is another bucket", node)
+            way = list(_way(packed, operand))
+            for user in (user for value in way for user in value.users if user is not node and user not in way):
+                yield Violation(f"bucket {bucket_of(node)} is in flight but used by {user.name}", user)
 
 
 def _way(packed: fx.Node, operand: fx.Node) -> Iterator[fx.Node]:
@@ -76,10 +76,6 @@ def _way(packed: fx.Node, operand: fx.Node) -> Iterator[fx.Node]:
         source = operand.args[0]
         assert isinstance(source, fx.Node)
         operand = source
-
-
-def _leads_to(node: fx.Node, operand: fx.Node) -> bool:
-    return any(value is node for value in _way(origin_of(operand), operand))
 
 
 @rule(since=Stage.REDUCED)
@@ -109,7 +105,8 @@ def nothing_is_written_in_flight(program: Program) -> Iterator[Violation]:
                 for replica in replicas if node.target in ops.REDUCTIONS else [replica_of(node)]:
                     for memory in _written(node):
                         if (replica, memory) in sent:
-                            target = f"{_say_memory(memory)}, which {sent[replica, memory]} still offers"
+                            name = memory.name if isinstance(memory, fx.Node) else "the {} of bucket {}".format(*memory)
+                            target = f"{name}, which {sent[replica, memory]} still offers"
                             yield Violation(f"{node.name} writes {target}", node)
             if node.target is ops.send:
                 for memory in _memory_of(program, parts, node.args[0]):
@@ -146,10 +143,6 @@ def _written(node: fx.Node) -> Iterator[_Memory]:
             yield origin
             if origin.target in (ops.pack, ops.wait):
                 yield GRADIENTS, bucket_of(origin), pack_of(origin)
-
-
-def _say_memory(memory: _Memory) -> str:
-    return memory.name if isinstance(memory, fx.Node) else f"the {memory[0]} of bucket {memory[1]}"
 
 
 @rule(since=Stage.REDUCED)
@@ -202,27 +195,25 @@ def all_replicas_take_part(program: Program) -> Iterator[Violation]:
 @rule(since=Stage.LOWERED)
 def every_collective_has_a_link(program: Program) -> Iterator[Violation]:
     """Every collective of a lowered program names a link. Broadcasts have become sends and receives."""
-    for _, graph, _ in scopes(program):
-        for node in calls_to(graph, *ops.COLLECTIVES, ops.send, ops.recv):
-            if not node.kwargs.get("link") or node.target is ops.broadcast:
-                yield Violation(f"{say(node)} has no link; run 'lower-collectives' before 'lower-devices'", node)
+    for _, node in calls(program, *ops.COLLECTIVES, ops.send, ops.recv):
+        if not node.kwargs.get("link") or node.target is ops.broadcast:
+            yield Violation(f"{say(node)} has no link; run 'lower-collectives' before 'lower-devices'", node)
 
 
 @rule(since=Stage.REDUCED)
 def links_join_their_devices(program: Program) -> Iterator[Violation]:
     """A collective's link exists, carries it, and joins the program's devices, or workers with such devices."""
-    for _, graph, _ in scopes(program):
-        for node in calls_to(graph, *ops.COLLECTIVES, ops.send, ops.recv):
-            link = node.kwargs.get("link")
-            try:
-                spans = Span.WORKERS if node.target in ops.BETWEEN_WORKERS else Span.DEVICES
-                check_link(None if link is None else str(link), program.devices, spans)
-            except ValueError as error:
-                yield Violation(f"{say(node)} cannot go over {link}: {error}", node)
-                continue
-            carried = ops.send if node.target is ops.recv else node.target
-            if link is not None and carried not in link_named(link).carries:
-                yield Violation(f"{say(node)} cannot go over {link}, which does not carry it", node)
+    for _, node in calls(program, *ops.COLLECTIVES, ops.send, ops.recv):
+        link = node.kwargs.get("link")
+        try:
+            spans = Span.WORKERS if node.target in ops.BETWEEN_WORKERS else Span.DEVICES
+            check_link(None if link is None else str(link), program.devices, spans)
+        except ValueError as error:
+            yield Violation(f"{say(node)} cannot go over {link}: {error}", node)
+            continue
+        carried = ops.send if node.target is ops.recv else node.target
+        if link is not None and carried not in link_named(link).carries:
+            yield Violation(f"{say(node)} cannot go over {link}, which does not carry it", node)
 
 
 @rule(since=Stage.CAPTURED)

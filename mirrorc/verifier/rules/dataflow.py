@@ -1,25 +1,26 @@
-"""The rule that a pass does not change the computation."""
+"""The rule that a pass does not change the computation, also where it joins microbatches."""
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
 from mirrorc.analysis.buckets.bucket_parts import BucketParts, named_step
 from mirrorc.analysis.buckets.rescaling import scaling_factor
 from mirrorc.analysis.buckets.slots_of_values import packed_slots
 from mirrorc.ir import ops
-from mirrorc.ir.buckets import Slot
 from mirrorc.ir.nodes import bucket_of, calls_to, pack_of, replica_of, target_name
-from mirrorc.ir.program import Program, Property, Stage
+from mirrorc.ir.program import Argument, ArgumentKind, Program, Property, Stage
+from mirrorc.ir.value_types import value_type
+from mirrorc.ir.variables import Aggregation
 from mirrorc.verifier.expressions.expressions import Expressions
-from mirrorc.verifier.expressions.repetition import accumulated_results, is_accumulated
 from mirrorc.verifier.rules.meetings_of_replicas import say_meeting
-from mirrorc.verifier.rules.programs import Violation, scopes, written_buckets
-from mirrorc.verifier.rules.rule import Scope, rule
+from mirrorc.verifier.rules.rule import Scope, Violation, rule, scopes, written_buckets
 
 Result = tuple[int, str, str]  # a replica; "loss", "gradient of" or "value for"; a variable
 _WAYS = ("way to the reduction of", "way to the update of")
@@ -46,7 +47,7 @@ def dataflow_is_preserved(before: Program, after: Program, known: KnownFlows | N
     inlined = before.regions != after.regions
     gained = set(after.properties) - set(before.properties)
     left_out = tuple(name for changed, names in _MAY_CHANGE.items() if changed in gained for name in names)
-    if is_accumulated(before, after):
+    if before.shard_of_microbatch and not after.shard_of_microbatch:
         expected = known.accumulated(before)
         inlined = True
     else:
@@ -93,9 +94,8 @@ class KnownFlows:
 
     def accumulated(self, program: Program) -> Flows:
         flows: Flows = {}
-        for replica, kind, name, number in accumulated_results(
-            program, Expressions(program, self._numbers, self._roots, inlined=True)
-        ):
+        expressions = Expressions(program, self._numbers, self._roots, inlined=True)
+        for replica, kind, name, number in accumulated_results(program, expressions):
             flows.setdefault((replica, kind, name), []).append((number, None))
         return flows
 
@@ -217,14 +217,23 @@ def _outputs(graph: fx.Graph, numbered: Mapping[fx.Node, Any]) -> Iterator[tuple
     for key, kind in (("gradients", "gradient of"), ("writes", "value for")):
         for name, value in output[key].items():
             yield kind, name, numbered[value]
-    for node in calls_to(graph, ops.check):
-        yield "condition of the check", repr(node.kwargs["text"]), numbered[node.all_input_nodes[0]]
-    for node in calls_to(graph, ops.gather):
-        yield f"{node.kwargs['how']} output", str(node.kwargs["output"]), numbered[node.all_input_nodes[0]]
-    for node in calls_to(graph, ops.keep):
-        yield "kept value", str(node.kwargs["number"]), numbered[node.all_input_nodes[0]]
-    for node in calls_to(graph, *ops.MEETINGS):
-        yield "value for", say_meeting(node), numbered[node.all_input_nodes[0]]
+    for operations in ((ops.check,), (ops.gather,), (ops.keep,), tuple(ops.MEETINGS)):
+        for node in calls_to(graph, *operations):
+            if (result := _result(node)) is not None:
+                yield *result, numbered[node.all_input_nodes[0]]
+
+
+def _result(node: fx.Node) -> tuple[str, str] | None:
+    """The kind and name of an operation's operand, which is a result; None for other operations."""
+    if node.target is ops.check:
+        return "condition of the check", repr(node.kwargs["text"])
+    if node.target is ops.gather:
+        return f"{node.kwargs['how']} output", str(node.kwargs["output"])
+    if node.target is ops.keep:
+        return "kept value", str(node.kwargs["number"])
+    if node.target is ops.write:
+        return "value for", str(node.kwargs["variable"])
+    return ("value for", say_meeting(node)) if node.target in ops.MEETINGS else None
 
 
 def _ways(graph: fx.Graph) -> Iterator[tuple[str, int, fx.Node, fx.Node]]:
@@ -242,21 +251,120 @@ def _results(program: Program, graph: fx.Graph) -> Iterator[tuple[str, str, fx.N
     for node in graph.nodes:
         if node.target is ops.pack:
             slots = packed_slots(program, node)
+            packs = program.buckets[bucket_of(node)].launch_units if slots else ()
+            start = next((pack.start for pack in packs if pack.number == pack_of(node)), 0)
             for slot, gradient in zip(slots, node.all_input_nodes, strict=False):
-                if slot is not slots[0] or not _began_before(program, node, slot):  # another pack has it
+                if slot is not slots[0] or slot.offset >= start:  # else another pack has it
                     yield "gradient of", slot.variable, node, gradient
-        elif node.target is ops.write:
-            yield "value for", str(node.kwargs["variable"]), node, node.all_input_nodes[0]
-        elif node.target is ops.check:
-            yield "condition of the check", repr(node.kwargs["text"]), node, node.all_input_nodes[0]
-        elif node.target is ops.gather:
-            yield f"{node.kwargs['how']} output", str(node.kwargs["output"]), node, node.all_input_nodes[0]
-        elif node.target is ops.keep:
-            yield "kept value", str(node.kwargs["number"]), node, node.all_input_nodes[0]
-        elif node.target in ops.MEETINGS:
-            yield "value for", say_meeting(node), node, node.all_input_nodes[0]
+        elif (result := _result(node)) is not None:
+            yield *result, node, node.all_input_nodes[0]
 
 
-def _began_before(program: Program, pack: fx.Node, slot: Slot) -> bool:
-    elements = next(p for p in program.buckets[bucket_of(pack)].launch_units if p.number == pack_of(pack))
-    return slot.offset < elements.start
+aten = torch.ops.aten
+
+
+def accumulated_results(program: Program, expressions: Expressions) -> Iterator[tuple[int, str, str, int]]:
+    """Yields replica, kind, name and value number of each result of each replica's shard.
+
+    Losses of microbatches are added; mean losses are weighted by examples. Each microbatch reads the buffers that the
+    previous one wrote; only `Aggregation.SAME` buffers keep their original value until the end.
+    """
+    for replica, shards in enumerate(program.shard_of_microbatch):
+        sizes = program.microbatches[replica]
+        each: list[tuple[dict[str, Any], dict[str, tuple[str, int]]]] = []
+        written: dict[str, int] = {}
+        for index, shard in enumerate(shards):
+            graph = program.shard_graphs[shard]
+            values = dict(_arguments(program, graph, index, sizes, expressions))
+            for node in calls_to(graph, ops.read):
+                if node.kwargs["variable"] in written:
+                    values[node] = written[str(node.kwargs["variable"])]
+            numbered = expressions.number_graph(graph, values)
+            output: Any = fx.node.map_arg(graph.output_node().args[0], functools.partial(_number, numbered))
+            written = {
+                name: number.value
+                for name, number in output["writes"].items()
+                if program.variables[name].aggregation is not Aggregation.SAME
+            }
+            for check in calls_to(graph, ops.check):
+                yield (
+                    replica, "condition of the check", repr(check.kwargs["text"]), numbered[check.all_input_nodes[0]],
+                )  # fmt: skip
+            gathered = {
+                str(node.kwargs["output"]): (str(node.kwargs["how"]), numbered[node.all_input_nodes[0]])
+                for node in calls_to(graph, ops.gather)
+            }
+            each.append((output, gathered))
+        for kind, name, number in _joined(program, each, sizes, expressions):
+            yield replica, kind, name, number
+
+
+class _Number:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def _number(numbered: Mapping[fx.Node, Any], node: fx.Node) -> Any:
+    return _Number(numbered[node])
+
+
+def _arguments(
+    program: Program, graph: fx.Graph, index: int, sizes: tuple[int, ...], expressions: Expressions
+) -> Iterator[tuple[fx.Node, int]]:
+    arguments = {argument.name: argument for argument in program.arguments}
+    for node in graph.find_nodes(op="placeholder"):
+        argument = arguments[str(node.target)]
+        whole = expressions.argument(argument.name, _type_in_shard(node, argument, sum(sizes)))
+        yield node, whole if len(sizes) == 1 else _part(argument, whole, index, sizes, program, expressions)
+
+
+def _type_in_shard(node: fx.Node, argument: Argument, num_examples: int) -> Any:
+    kind: Any = value_type(node.meta.get("val"))
+    is_split = argument.has_examples and isinstance(kind, tuple) and kind[0] == "tensor"
+    return (kind[0], (num_examples, *kind[1][1:]), *kind[2:]) if is_split else kind
+
+
+def _part(
+    argument: Argument, whole: int, index: int, sizes: tuple[int, ...], program: Program, expressions: Expressions
+) -> int:
+    if argument.has_examples:
+        return expressions.microbatch(whole, index, sizes)
+    if argument.kind is ArgumentKind.SEED:
+        return expressions.seed_of_microbatch(whole, index)
+    if argument.kind is ArgumentKind.LOSS_WEIGHT and program.loss_reduction == "mean":
+        return expressions.applied(aten.mul.Tensor, whole, sizes[index] / sum(sizes))
+    return whole
+
+
+def _joined(
+    program: Program,
+    each: list[tuple[dict[str, Any], dict[str, tuple[str, int]]]],
+    sizes: tuple[int, ...],
+    expressions: Expressions,
+) -> Iterator[tuple[str, str, int]]:
+    if not each:
+        return  # a replica without examples
+    outputs = [output for output, _ in each]
+    how = "averaged" if program.loss_reduction == "mean" else "summed"
+    yield "loss", "", _put_together([output["loss"].value for output in outputs], how, sizes, expressions)
+    for name in outputs[0]["gradients"]:
+        addends = [output["gradients"][name].value for output in outputs]
+        yield "gradient of", name, _put_together(addends, "summed", sizes, expressions)
+    for name, number in outputs[-1]["writes"].items():
+        yield "value for", name, number.value
+    for name, (how, _) in each[0][1].items():
+        parts = [gathered[name][1] for _, gathered in each]
+        yield f"{how} output", name, _put_together(parts, how, sizes, expressions)
+
+
+def _put_together(parts: list[int], how: str, sizes: tuple[int, ...], expressions: Expressions) -> int:
+    if len(parts) == 1:
+        return parts[0]
+    if how == "concatenated":
+        return expressions.applied(aten.cat.default, parts)
+    if how == "averaged":
+        total = sum(sizes)
+        parts = [
+            expressions.applied(aten.mul.Tensor, part, size / total) for part, size in zip(parts, sizes, strict=True)
+        ]
+    return functools.reduce(functools.partial(expressions.applied, aten.add.Tensor), parts)

@@ -31,8 +31,7 @@ from mirrorc.ir.nodes import (
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.routes import replica_at
 from mirrorc.torch_internals import writes_argument
-from mirrorc.verifier.rules.programs import Violation, say_pack, scopes
-from mirrorc.verifier.rules.rule import Scope, rule
+from mirrorc.verifier.rules.rule import Scope, Violation, calls, rule, say_pack, scopes
 
 
 @rule(since=Stage.CAPTURED)
@@ -41,10 +40,9 @@ def sparse_tables_have_separate_buckets(program: Program) -> Iterator[Violation]
     sum has only the looked-up rows.
     """
     for bucket in program.buckets:
-        if bucket.rule.takes_rows and (
-            len(bucket.slots) != 1 or len(bucket.slots[0].shape) != 2 or bucket.slots[0].offset
-        ):
-            names = ", ".join(slot.variable for slot in bucket.slots)
+        slots = bucket.slots
+        if bucket.rule.takes_rows and (len(slots) != 1 or len(slots[0].shape) != 2 or slots[0].offset):
+            names = ", ".join(slot.variable for slot in slots)
             yield Violation(f"bucket {bucket.index} has {names}, but its optimizer takes rows, of one table")
         if bucket.rule.takes_rows and bucket.rule.elementwise:
             yield Violation(f"bucket {bucket.index} is updated element by element, but its optimizer takes rows")
@@ -126,47 +124,42 @@ def every_bucket_is_packed_once(program: Program) -> Iterator[Violation]:
 @rule(since=Stage.PACKED)
 def every_gradient_is_packed_once(program: Program) -> Iterator[Violation]:
     """A gradient is packed once, or once for each pack of its bucket that it spans. Nothing but `pack` uses it."""
-    for _, graph, _ in scopes(program):
-        for node in calls_to(graph, ops.pack):
-            for gradient in node.all_input_nodes:
-                for user in gradient.users:
-                    if user is not node and not _packs_the_rest(node, user):
-                        yield Violation(
-                            f"{gradient.name}, a gradient of bucket {bucket_of(node)}, is used by {user.name} as well",
-                            user,
-                        )
-            if len(set(node.args)) != len(node.args):
-                yield Violation(f"bucket {bucket_of(node)} packs one gradient into two slots", node)
-
-
-def _packs_the_rest(pack: fx.Node, user: fx.Node) -> bool:
-    return user.target is ops.pack and bucket_of(user) == bucket_of(pack) and pack_of(user) != pack_of(pack)
+    for _, node in calls(program, ops.pack):
+        for gradient in node.all_input_nodes:
+            for user in gradient.users:
+                is_of_bucket = user.target is ops.pack and bucket_of(user) == bucket_of(node)
+                if user is not node and not (is_of_bucket and pack_of(user) != pack_of(node)):
+                    yield Violation(
+                        f"{gradient.name}, a gradient of bucket {bucket_of(node)}, is used by {user.name} as well",
+                        user,
+                    )
+        if len(set(node.args)) != len(node.args):
+            yield Violation(f"bucket {bucket_of(node)} packs one gradient into two slots", node)
 
 
 @rule(since=Stage.PACKED)
 def gradients_are_in_their_slots(program: Program) -> Iterator[Violation]:
     """A gradient is packed into its own variable's slot, on its own replica."""
-    for _, graph, _ in scopes(program):
-        for node in calls_to(graph, ops.pack):
-            for slot, gradient in zip(packed_slots(program, node), node.all_input_nodes, strict=False):
-                source = origin_of(gradient)
-                if source.target in ops.FACTORED:
-                    if (source.kwargs["variable"], bucket_of(source)) != (slot.variable, bucket_of(node)):
-                        yield Violation(
-                            f"{source.name} is the gradient of {source.kwargs['variable']} in bucket {bucket_of(source)}, "
-                            f"but is packed as that of {slot.variable} in bucket {bucket_of(node)}",
-                            source,
-                        )
-                    continue
-                call = source.args[0] if source.target is operator.getitem else None
-                if not isinstance(call, fx.Node) or not is_region_call(call):
-                    yield Violation(f"bucket {bucket_of(node)} packs {gradient.name}, which no region gives", node)
-                elif call.kwargs["gradients"].get(slot.variable) != source.args[1]:  # type: ignore[union-attr]
+    for _, node in calls(program, ops.pack):
+        for slot, gradient in zip(packed_slots(program, node), node.all_input_nodes, strict=False):
+            source = origin_of(gradient)
+            if source.target in ops.FACTORED:
+                if (source.kwargs["variable"], bucket_of(source)) != (slot.variable, bucket_of(node)):
                     yield Violation(
-                        f"{gradient.name} is not the gradient of {slot.variable}, as whose it is packed", gradient
+                        f"{source.name} is the gradient of {source.kwargs['variable']} in bucket {bucket_of(source)}, "
+                        f"but is packed as that of {slot.variable} in bucket {bucket_of(node)}",
+                        source,
                     )
-                elif replica_of(call) != replica_of(node):
-                    yield Violation(f"{node.name} packs {gradient.name} of another replica", node)
+                continue
+            call = source.args[0] if source.target is operator.getitem else None
+            if not isinstance(call, fx.Node) or not is_region_call(call):
+                yield Violation(f"bucket {bucket_of(node)} packs {gradient.name}, which no region gives", node)
+            elif call.kwargs["gradients"].get(slot.variable) != source.args[1]:  # type: ignore[union-attr]
+                yield Violation(
+                    f"{gradient.name} is not the gradient of {slot.variable}, as whose it is packed", gradient
+                )
+            elif replica_of(call) != replica_of(node):
+                yield Violation(f"{node.name} packs {gradient.name} of another replica", node)
 
 
 @rule(since=Stage.PACKED)
@@ -175,19 +168,16 @@ def replicas_factor_the_same_gradients(program: Program) -> Iterator[Violation]:
     whole gradient.
     """
     expected: dict[int, tuple[set[str], str]] = {}
-    for where, graph, _ in scopes(program):
-        for node in calls_to(graph, ops.pack):
-            if replica_at(program, node) not in program.present:
-                continue
-            index, device = bucket_of(node), where(replica_of(node))
-            slots = zip(packed_slots(program, node), node.args, strict=False)
-            factored = {slot.variable for slot, gradient in slots if stays_factored(gradient)}
-            others, first = expected.setdefault(pack_of(node), (factored, device))
-            if factored != others:
-                names = ", ".join(sorted(factored ^ others))
-                yield Violation(
-                    f"bucket {index}: {names} is left as factors on one of {first} and {device} alone", node
-                )
+    for where, node in calls(program, ops.pack):
+        if replica_at(program, node) not in program.present:
+            continue
+        index, device = bucket_of(node), where(replica_of(node))
+        slots = zip(packed_slots(program, node), node.args, strict=False)
+        factored = {slot.variable for slot, gradient in slots if stays_factored(gradient)}
+        others, first = expected.setdefault(pack_of(node), (factored, device))
+        if factored != others:
+            names = ", ".join(sorted(factored ^ others))
+            yield Violation(f"bucket {index}: {names} is left as factors on one of {first} and {device} alone", node)
 
 
 @rule(since=Stage.OUTLINED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
@@ -14,8 +14,7 @@ from mirrorc.ir.nodes import calls_to, name_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.routes import replica_at
 from mirrorc.printing.printed_values import type_of
-from mirrorc.verifier.rules.programs import Violation, scopes
-from mirrorc.verifier.rules.rule import Order, Scope, rule
+from mirrorc.verifier.rules.rule import Order, Scope, Violation, calls, rule, scopes
 
 _Meetings = dict[int, list[fx.Node]]
 
@@ -37,9 +36,8 @@ def replicas_meet_alike(program: Program) -> Iterator[Violation]:
     operation.
     """
     meetings: _Meetings = {replica: [] for replica in program.present}
-    for _, graph, _ in scopes(program):
-        for node in calls_to(graph, *ops.MEETINGS):
-            meetings.setdefault(replica_at(program, node), []).append(node)
+    for _, node in calls(program, *ops.MEETINGS):
+        meetings.setdefault(replica_at(program, node), []).append(node)
     yield from _numbered_twice(program, meetings)
     if not meetings:
         return
@@ -61,17 +59,16 @@ def replicas_meet_alike(program: Program) -> Iterator[Violation]:
 def workers_without_examples_attend(program: Program) -> Iterator[Violation]:
     """Only a worker without examples has `attend`: in a training step, on its first device, once for each number."""
     numbers: Counter[object] = Counter()
-    for where, graph, _ in scopes(program):
-        for node in calls_to(graph, ops.attend):
-            replica = replica_at(program, node)
-            numbers[node.kwargs["number"]] += 1
-            if program.present or not program.meets_workers:
-                why = "whose replicas meet by themselves" if program.present else "which meets no other worker"
-                yield Violation(f"{node.name} attends a meeting in a program {why}", node)
-            elif replica or numbers[node.kwargs["number"]] > 1:
-                act = f"attends meeting {node.kwargs['number']}"
-                again = "a second time" if not replica else "besides the first device"
-                yield Violation(f"{where(replica)} {act} {again}", node)
+    for where, node in calls(program, ops.attend):
+        replica = replica_at(program, node)
+        numbers[node.kwargs["number"]] += 1
+        if program.present or not program.meets_workers:
+            why = "whose replicas meet by themselves" if program.present else "which meets no other worker"
+            yield Violation(f"{node.name} attends a meeting in a program {why}", node)
+        elif replica or numbers[node.kwargs["number"]] > 1:
+            act = f"attends meeting {node.kwargs['number']}"
+            again = "a second time" if not replica else "besides the first device"
+            yield Violation(f"{where(replica)} {act} {again}", node)
 
 
 @rule(since=Stage.SCHEDULED)
@@ -101,9 +98,7 @@ def meetings_of_workers_are_preserved(before: Program, after: Program, known: ob
     """
     expected, actual = _met_with_workers(before), _met_with_workers(after)
     if expected != actual:
-        texts = [
-            ", ".join(f"{name} {number}" for number, name in meetings) or "none" for meetings in (expected, actual)
-        ]
+        texts = [", ".join(f"{name} {number}" for number, name in met) or "none" for met in (expected, actual)]
         yield Violation(
             f"this worker met the others in {texts[0]} before the pass, and meets them in {texts[1]} behind it"
         )
@@ -126,9 +121,7 @@ def _numbered_twice(program: Program, meetings: _Meetings) -> Iterator[Violation
                 )
 
 
-def _met_otherwise(
-    program: Program, names: Sequence[str], met: dict[int, fx.Node], first: fx.Node
-) -> Iterator[Violation]:
+def _met_otherwise(program: Program, names: list[str], met: dict[int, fx.Node], first: fx.Node) -> Iterator[Violation]:
     first_replica = next(iter(met))
     for replica, node in met.items():
         if _alike(node) != _alike(first):

@@ -16,8 +16,7 @@ from mirrorc.ir.gradient_forms import FORMS
 from mirrorc.ir.nodes import calls_to, region_calls, region_of, replica_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.routes import replica_at, replica_of_graph
-from mirrorc.verifier.rules.programs import Violation, scopes
-from mirrorc.verifier.rules.rule import Order, rule
+from mirrorc.verifier.rules.rule import Order, Violation, calls, rule, scopes
 
 aten = torch.ops.aten
 _ADDING = (out_products.addmm_into, out_products.add_rows_into)
@@ -76,16 +75,13 @@ def each_microbatch_is_taken_once(program: Program) -> Iterator[Violation]:
 @rule(since=Stage.REPLICATED)
 def each_microbatch_gives_its_factors(program: Program) -> Iterator[Violation]:
     """A gradient left as factors has, once, the factors of each microbatch of its replica."""
-    for _, graph, _ in scopes(program):
-        for node in calls_to(graph, *FORMS):
-            parts, replica = FORMS[node.target].parts(node.args), replica_at(program, node)
-            number = max(1, len(program.microbatches[replica])) if program.microbatches else 1
-            if len(parts) != number:
-                yield Violation(
-                    f"{node.name} has the factors of {len(parts)} microbatches, where {number} are run", node
-                )
-            elif len(set(parts)) < number:
-                yield Violation(f"{node.name} has the factors of one microbatch twice", node)
+    for _, node in calls(program, *FORMS):
+        parts, replica = FORMS[node.target].parts(node.args), replica_at(program, node)
+        number = max(1, len(program.microbatches[replica])) if program.microbatches else 1
+        if len(parts) != number:
+            yield Violation(f"{node.name} has the factors of {len(parts)} microbatches, where {number} are run", node)
+        elif len(set(parts)) < number:
+            yield Violation(f"{node.name} has the factors of one microbatch twice", node)
 
 
 @rule(since=Stage.OUTLINED)

@@ -15,8 +15,7 @@ from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.routes import Route, route_of
 from mirrorc.ir.value_types import say_type, value_type
 from mirrorc.verifier.rules.meetings_of_replicas import tag_of_meeting
-from mirrorc.verifier.rules.programs import Violation, say, scopes, tag
-from mirrorc.verifier.rules.rule import Order, rule
+from mirrorc.verifier.rules.rule import Order, Violation, calls, rule, say, scopes, tag
 
 _COMMIT = ("commit", 0)
 Step = tuple[str, fx.Node]  # a device, and a node of its program
@@ -62,9 +61,8 @@ def _operand_types(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _describe(node: fx.Node) -> str:
-    operands = "".join(
-        f" {say_type(value_type(n.meta.get('val')))}" for n in node.all_input_nodes if node.target in ops.REDUCTIONS
-    )
+    sources = node.all_input_nodes if node.target in ops.REDUCTIONS else ()
+    operands = "".join(f" {say_type(value_type(source.meta.get('val')))}" for source in sources)
     link = f" over {node.kwargs['link']}" if node.kwargs.get("link") else ""
     return f"{say(node)}{operands}{link}"
 
@@ -98,14 +96,13 @@ def every_send_is_received(program: Program) -> Iterator[Violation]:
     sent: Counter[tuple[Route, Any]] = Counter()
     received: Counter[tuple[Route, Any]] = Counter()
     nodes: dict[tuple[Route, Any], fx.Node] = {}
-    for _, graph, _ in scopes(program):
-        for node in calls_to(graph, ops.send, ops.recv):
-            route = route_of(program, node)
-            key = (route, node.kwargs.get("link"))
-            (sent if node.target is ops.send else received)[key] += 1
-            nodes[key] = node
-            if route.source == route.destination:
-                yield Violation(f"{say(node)} is from replica {route.source} to itself", node)
+    for _, node in calls(program, ops.send, ops.recv):
+        route = route_of(program, node)
+        key = (route, node.kwargs.get("link"))
+        (sent if node.target is ops.send else received)[key] += 1
+        nodes[key] = node
+        if route.source == route.destination:
+            yield Violation(f"{say(node)} is from replica {route.source} to itself", node)
     for key, node in nodes.items():
         if sent[key] != 1 or received[key] != 1:
             route, _ = key

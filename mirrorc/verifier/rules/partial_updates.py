@@ -9,8 +9,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket, Elements
 from mirrorc.ir.nodes import bucket_of, calls_to, replica_of
 from mirrorc.ir.program import Program, Property, Stage
-from mirrorc.verifier.rules.programs import Violation, last_of_bucket, say, scopes, written_buckets
-from mirrorc.verifier.rules.rule import rule
+from mirrorc.verifier.rules.rule import Violation, calls, last_of_bucket, rule, say, scopes, written_buckets
 
 
 @rule(since=Stage.SCHEDULED)
@@ -50,14 +49,13 @@ def _part_of(program: Program, bucket: Bucket) -> Elements | None:
 def sums_reach_their_updates(program: Program) -> Iterator[Violation]:
     """A worker gets the sum of the elements that it updates: of its part of the bucket, or of the whole bucket."""
     is_there = _is_sharded(program)
-    for _, graph, _ in scopes(program):
-        for node in calls_to(graph, *ops.EXCHANGES_OF_SUMS, ops.scatter_sums):
-            has_part = program.buckets[bucket_of(node)].part is not None
-            if is_there and (node.target is ops.scatter_sums) != has_part:
-                gets, updates = ("a part", "all") if not has_part else ("all", "a part")
-                yield Violation(
-                    f"{say(node)} gives a worker {gets} of the sum, but it updates {updates} of the bucket", node
-                )
+    for _, node in calls(program, *ops.EXCHANGES_OF_SUMS, ops.scatter_sums):
+        has_part = program.buckets[bucket_of(node)].part is not None
+        if is_there and (node.target is ops.scatter_sums) != has_part:
+            gets, updates = ("a part", "all") if not has_part else ("all", "a part")
+            yield Violation(
+                f"{say(node)} gives a worker {gets} of the sum, but it updates {updates} of the bucket", node
+            )
 
 
 @rule(since=Stage.SCHEDULED)
@@ -94,14 +92,13 @@ def updates_in_parts_take_shares_alone(program: Program) -> Iterator[Violation]:
     """An update in parts takes a share of a bucket with factors. Nothing else uses this share, because it has no gradient
     in memory. A part has at least one element.
     """
-    for where, graph, _ in scopes(program):
-        for update in calls_to(graph, ops.update):
-            number = update.kwargs.get("part_elements")
-            if number is None:
-                continue
-            why = why_not_in_parts(program, update) if isinstance(number, int) and number > 0 else f"{number} are none"
-            if why:
-                device = where(replica_of(update))
-                yield Violation(
-                    f"{update.name} on {device} is to make its gradient {number} elements at a time, but {why}", update
-                )
+    for where, update in calls(program, ops.update):
+        number = update.kwargs.get("part_elements")
+        if number is None:
+            continue
+        why = why_not_in_parts(program, update) if isinstance(number, int) and number > 0 else f"{number} are none"
+        if why:
+            device = where(replica_of(update))
+            yield Violation(
+                f"{update.name} on {device} is to make its gradient {number} elements at a time, but {why}", update
+            )

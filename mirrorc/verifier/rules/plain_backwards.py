@@ -13,8 +13,7 @@ from mirrorc.analysis.gradients.eager_gradients import taken_gradients
 from mirrorc.custom_ops.eager_calls import take_gradient
 from mirrorc.ir.nodes import calls_to, is_region_call, region_of
 from mirrorc.ir.program import Program, Stage
-from mirrorc.verifier.rules.programs import Violation
-from mirrorc.verifier.rules.rule import rule
+from mirrorc.verifier.rules.rule import Violation, rule
 
 
 @rule(since=Stage.CAPTURED)
@@ -22,7 +21,8 @@ def updates_leave_out_unused_parameters(program: Program) -> Iterator[Violation]
     """If backward runs as plain PyTorch, updates leave out the parameters that no replica has used. In other programs,
     each step computes each gradient.
     """
-    runs_plain = any(next(calls_to(graph, take_gradient), None) is not None for graph in _bodies(program))
+    bodies = (*program.shard_graphs, *(region.graph_module.graph for region in program.regions.values()))
+    runs_plain = any(next(calls_to(graph, take_gradient), None) is not None for graph in bodies)
     for bucket in program.buckets:
         if bucket.rule.may_be_unused is not runs_plain:
             why = "is updated as if each step used all of it" if runs_plain else "may be left out of a step"
@@ -77,9 +77,3 @@ def _takes(program: Program, graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[A
 
 def _part(value: Any) -> Any:
     return tuple(value.args) if isinstance(value, fx.Node) and value.target is operator.getitem else value
-
-
-def _bodies(program: Program) -> Iterator[fx.Graph]:
-    yield from program.shard_graphs
-    for region in program.regions.values():
-        yield region.graph_module.graph

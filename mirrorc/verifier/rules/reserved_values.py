@@ -8,14 +8,12 @@ from typing import Any
 from torch import fx
 
 from mirrorc.analysis.graph.aliases import origins
-from mirrorc.analysis.graph.dying_arguments import reserved_argument
-from mirrorc.analysis.graph.lifetimes import last_reader
+from mirrorc.analysis.graph.dying_arguments import last_reader, reserved_argument
 from mirrorc.custom_ops import out_products
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to, is_region_call, region_of, replica_of
 from mirrorc.ir.program import Program, Stage
-from mirrorc.verifier.rules.programs import Violation
-from mirrorc.verifier.rules.rule import rule
+from mirrorc.verifier.rules.rule import Violation, rule
 
 _INTO = (out_products.mm_into, out_products.linear_into)
 

@@ -13,10 +13,9 @@ from torch import fx
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Pack
 from mirrorc.ir.nodes import calls_to, is_region_call, name_of, region_of, replica_of
-from mirrorc.ir.operation import Operation, operation_of
+from mirrorc.ir.operation import operation_of
 from mirrorc.ir.program import Program, Stage
-from mirrorc.verifier.rules.programs import Violation
-from mirrorc.verifier.rules.rule import Order, Scope, rule
+from mirrorc.verifier.rules.rule import Order, Scope, Violation, rule
 
 
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)
@@ -106,13 +105,9 @@ def operations_have_their_arguments(program: Program) -> Iterator[Violation]:
                 expected = len(node.kwargs[expected])
             if expected is None:
                 expected = max(_num_needed(node.target), len(node.args))
-            is_other = len(node.args) != expected
-            if is_other or (_takes_values(operation) and not all(isinstance(a, fx.Node) for a in node.args)):
+            is_other, takes_values = len(node.args) != expected, bool(operation.operands or _num_needed(node.target))
+            if is_other or (takes_values and not all(isinstance(a, fx.Node) for a in node.args)):
                 yield Violation(f"{node.name} takes {expected} values, but is given {len(node.args)}", node)
-
-
-def _takes_values(operation: Operation) -> bool:
-    return bool(operation.operands or _num_needed(operation.symbol))
 
 
 @functools.cache

@@ -16,17 +16,19 @@ from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, is_early, is_region_call, owners_of, replica_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.routes import replica_at, replica_of_graph
-from mirrorc.verifier.rules.programs import (
+from mirrorc.verifier.rules.rule import (
+    Order,
     Violation,
+    calls,
     last_of_bucket,
     losses_of,
+    rule,
     say,
     scopes,
     tag,
     writes_variables,
     written_buckets,
 )
-from mirrorc.verifier.rules.rule import Order, rule
 
 _COMMIT = ("commit", 0)
 _STORES = (ops.store, ops.store_rows)
@@ -96,7 +98,7 @@ def a_step_commits_once(program: Program) -> Iterator[Violation]:
     """
     variables = ViewedVariables(program)
     yield from _early_alike(program)
-    is_awaited = any(is_early(node) for _, graph, _ in scopes(program) for node in calls_to(graph, ops.commit))
+    is_awaited = any(is_early(node) for _, node in calls(program, ops.commit))
     for where, graph, replicas in scopes(program):
         commits = Counter(replica_of(node) for node in calls_to(graph, ops.commit))
         for replica in replicas:
@@ -121,12 +123,12 @@ def a_step_commits_once(program: Program) -> Iterator[Violation]:
 
 
 def _early_alike(program: Program) -> Iterator[Violation]:
-    commits = [node for _, graph, _ in scopes(program) for node in calls_to(graph, ops.commit)]
+    commits = [node for _, node in calls(program, ops.commit)]
     early = [node for node in commits if is_early(node)]
     if early and len(early) < len(commits):
         late = next(node for node in commits if not is_early(node))
         yield Violation(f"{early[0].name} is an early commit, and {late.name} is not: replicas commit together", late)
-    if early and not any(node for _, graph, _ in scopes(program) for node in calls_to(graph, *ops.EXCHANGES)):
+    if early and not any(node for _, node in calls(program, *ops.EXCHANGES)):
         yield Violation(f"{early[0].name} is an early commit, but no sum over workers is in flight", early[0])
 
 
@@ -151,20 +153,15 @@ def reductions_fit_the_placement(program: Program) -> Iterator[Violation]:
     """A bucket of shared parameters with an element-wise update is reduced by shares. A bucket with an owner is reduced
     to its owner, any other bucket to all replicas. Rows for a row-wise optimizer are gathered by all replicas.
     """
-    for _, graph, _ in scopes(program):
-        for node in calls_to(graph, *ops.REDUCTIONS):
-            bucket = program.buckets[bucket_of(node)]
-            if node.target is ops.all_gather and bucket.rule.takes_rows:
-                continue
-            are_shares, is_to_owner = node.target in ops.SHARED_OUT, node.target is ops.reduce
-            if are_shares != bucket.reduces_by_shares or is_to_owner != bucket.has_owner:
-                yield Violation(
-                    f"{say(node)} does not fit its parameters, which are {bucket.placement.value.word}", node
-                )
-            elif is_to_owner and node.kwargs["root"] != bucket.owner:
-                yield Violation(
-                    f"{say(node)} goes to replica {node.kwargs['root']}, but {_owner(program, bucket)}", node
-                )
+    for _, node in calls(program, *ops.REDUCTIONS):
+        bucket = program.buckets[bucket_of(node)]
+        if node.target is ops.all_gather and bucket.rule.takes_rows:
+            continue
+        are_shares, is_to_owner = node.target in ops.SHARED_OUT, node.target is ops.reduce
+        if are_shares != bucket.reduces_by_shares or is_to_owner != bucket.has_owner:
+            yield Violation(f"{say(node)} does not fit its parameters, which are {bucket.placement.value.word}", node)
+        elif is_to_owner and node.kwargs["root"] != bucket.owner:
+            yield Violation(f"{say(node)} goes to replica {node.kwargs['root']}, but {_owner(program, bucket)}", node)
 
 
 @rule(since=Stage.SCHEDULED)
@@ -212,9 +209,8 @@ def variables_are_written_after_reads(program: Program) -> Iterator[Violation]:
         written_by: dict[int | None, set[str]] = {}
         owners = owners_of(graph)
         for node in owners:
-            if (
-                node.op == "output" or node.target is operator.getitem
-            ):  # getitem takes a part without reading its elements
+            # getitem takes a part without reading its elements
+            if node.op == "output" or node.target is operator.getitem:
                 continue
             replica = owners[node]
             if replica in written_by:
@@ -271,11 +267,7 @@ def shared_parameters_are_written_last(program: Program) -> Iterator[Violation]:
 
 def _sums_by_messages(program: Program) -> bool:
     """Sends make up the sum of a bucket, so there is no wait for a reduction."""
-    reduced = {
-        bucket_of(node)
-        for _, graph, _ in scopes(program)
-        for node in calls_to(graph, *ops.REDUCTIONS, ops.gather_factors)
-    }
+    reduced = {bucket_of(node) for _, node in calls(program, *ops.REDUCTIONS, ops.gather_factors)}
     return any(bucket.is_written_last and bucket.index not in reduced for bucket in program.buckets)
 
 
@@ -289,8 +281,7 @@ def _launched_after_uses(variables: ViewedVariables, nodes: list[fx.Node], meets
         if node.op != "output" and node.target is not operator.getitem:
             is_use = any(variables.of(source) for source in node.all_input_nodes)
             last = i if is_use else last
-    launches = {
-        tag(node) for node in nodes[last + 1 :] if node.target in ops.REDUCTIONS or node.target is ops.gather_factors
-    }
-    commits = any(node.target is ops.commit and (meets or is_early(node)) for node in nodes[last + 1 :])
+    late = nodes[last + 1 :]
+    launches = {tag(node) for node in late if node.target in ops.REDUCTIONS or node.target is ops.gather_factors}
+    commits = any(node.target is ops.commit and (meets or is_early(node)) for node in late)
     return launches | {_COMMIT} if commits else launches

@@ -14,8 +14,7 @@ from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.type_inference import has_inferred_type, infer_type, is_inferable
 from mirrorc.ir.value_types import say_type, value_type
 from mirrorc.messages.wording import numbered
-from mirrorc.verifier.rules.programs import Violation, scopes
-from mirrorc.verifier.rules.rule import Order, Scope, rule
+from mirrorc.verifier.rules.rule import Order, Scope, Violation, rule, scopes
 
 
 @rule(scope=Scope.GRAPH, order=Order.FORM)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from mirrorc.analysis.communication.plain_exchanges import exchanges_as_plain_pytorch
+from mirrorc.analysis.gradients.eager_gradients import exchanges_as_plain_pytorch
 from mirrorc.ir import ops
 from mirrorc.ir.links import link_named
 from mirrorc.ir.nodes import bucket_of, calls_to

@@ -13,8 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc.analysis.communication.worker_meetings import worker_meetings
-from mirrorc.analysis.communication.worker_schedule import worker_schedule
+from mirrorc.analysis.communication.worker_meetings import worker_meetings, worker_schedule
 from mirrorc.capture.rewrites.replica_exchanges import refuse_over_workers
 from mirrorc.ir import ops
 from mirrorc.ir.devices import Device

@@ -9,8 +9,8 @@ from planned_steps import step_of_world
 from torch import nn
 
 from mirrorc import World
-from mirrorc.analysis.communication.worker_schedule import worker_schedule
-from mirrorc.analysis.cost.gradient_exchange import Candidate
+from mirrorc.analysis.communication.worker_meetings import worker_schedule
+from mirrorc.analysis.cost.link_speed import Candidate
 from mirrorc.compilation.choices.exchange_decision import Figures, choose_sent_as_factors
 from mirrorc.errors import CommunicationError
 from mirrorc.ir import ops

@@ -10,8 +10,7 @@ import pytest
 from mirrorc.all_reduce_algorithms import ALGORITHMS, HierarchicalCopy, RoundRobin
 from mirrorc.analysis.cost.message_costs import message_costs, messages
 from mirrorc.passes.all_reduce.__main__ import NUM_ELEMENTS, main, pictures
-from mirrorc.passes.all_reduce.sketch import sketched
-from mirrorc.printing.message_picture import message_picture
+from mirrorc.passes.all_reduce.sketch import message_picture, sketched
 
 DOCS = Path(__file__).parents[3] / "docs" / "compiler"
 SVG = "{http://www.w3.org/2000/svg}"

@@ -10,11 +10,10 @@ from tiny_programs import FunctionPass, captured_model, targets
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from mirrorc.analysis.graph.backward import first_of_backward
+from mirrorc.analysis.graph.cuts import first_of_backward
 from mirrorc.analysis.memory.activation_peaks import JointTimeline, predicted_peak
 from mirrorc.errors import VerifyError
-from mirrorc.ir.checkpoints import CHECKPOINT, Checkpoint, checkpoint_of
-from mirrorc.ir.nodes import calls_to
+from mirrorc.ir.nodes import CHECKPOINT, Checkpoint, calls_to, checkpoint_of
 from mirrorc.ir.program import Program
 from mirrorc.passes import ChooseCheckpoints, RecomputeCheckpoints
 from mirrorc.pipeline.pass_manager import run_passes

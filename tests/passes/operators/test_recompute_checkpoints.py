@@ -11,10 +11,9 @@ from tiny_programs import FunctionPass, captured_model, targets
 from torch import fx, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from mirrorc.analysis.graph.backward import first_of_backward
+from mirrorc.analysis.graph.cuts import first_of_backward
 from mirrorc.errors import CaptureError, VerifyError
-from mirrorc.ir.checkpoints import CHECKPOINT, checkpoint_of
-from mirrorc.ir.nodes import calls_to
+from mirrorc.ir.nodes import CHECKPOINT, calls_to, checkpoint_of
 from mirrorc.ir.program import Program
 from mirrorc.packing import ByBytes
 from mirrorc.passes import OutlineRegions, PlanBuckets, RecomputeCheckpoints, RecomputeElementwise

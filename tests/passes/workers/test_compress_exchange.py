@@ -5,7 +5,7 @@ import torch
 from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade_of_worker, targets
 
 from mirrorc import World
-from mirrorc.analysis.communication.worker_schedule import schedule_hash
+from mirrorc.analysis.communication.worker_meetings import schedule_hash
 from mirrorc.errors import VerifyError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tiny_programs import MUON, SMALL_BUCKETS, Weight, every_stage, handmade_of_worker, targets
 
 from mirrorc import World
-from mirrorc.analysis.communication.worker_schedule import schedule_hash, worker_schedule
+from mirrorc.analysis.communication.worker_meetings import schedule_hash, worker_schedule
 from mirrorc.errors import PassError, VerifyError
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import insert

@@ -11,7 +11,7 @@ from torch import nn
 from mirrorc import World
 from mirrorc.analysis.buckets.bucket_parts import GRADIENTS, BucketParts
 from mirrorc.analysis.buckets.rescaling import Norms
-from mirrorc.analysis.communication.worker_schedule import schedule_hash, worker_schedule
+from mirrorc.analysis.communication.worker_meetings import schedule_hash, worker_schedule
 from mirrorc.errors import PassError, VerifyError
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Elements

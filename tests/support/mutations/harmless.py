@@ -15,7 +15,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.buckets import Slot
 from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, region_of, replica_of
 from mirrorc.ir.program import Program, Stage
-from mirrorc.verifier.rules.programs import written_buckets
+from mirrorc.verifier.rules.rule import written_buckets
 from mutations.places import IN_FLIGHT, insert_like, is_value, placed_nodes, region_calls, timelines, with_bucket
 from mutations.reused import overwritten_values
 from mutations.table import Edit, keeps

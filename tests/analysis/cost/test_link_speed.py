@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from mirrorc.analysis.cost.gradient_exchange import bytes_of_sum_received
+from mirrorc.analysis.cost.link_speed import bytes_of_sum_received
 from mirrorc.ir.links import link_named
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from mirrorc.dumps.folders import DumpFolder
+from mirrorc.dumps.sinks import DumpFolder
 
 HOLDS = """
 import sys
 from pathlib import Path
-from mirrorc.dumps.folders import DumpFolder
+from mirrorc.dumps.sinks import DumpFolder
 for _ in range({number}):
     folder = DumpFolder(Path({directory!r}))
     folder.file("01-of-another.txt").write_text("its own")
@@ -94,5 +94,5 @@ def test_a_directory_that_somebody_has_removed_is_made_again(tmp_path: Path) -> 
 
 
 def test_where_there_are_no_locks_folders_are_still_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mirrorc.dumps.folders.fcntl", None)
+    monkeypatch.setattr("mirrorc.dumps.sinks.fcntl", None)
     assert [DumpFolder(tmp_path).path.name for _ in range(2)] == ["program-0", "program-1"]

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from mirrorc.analysis.memory.min_cut import UNCUTTABLE, Network
+from mirrorc.analysis.memory.segments import UNCUTTABLE, Network
 
 
 def capacity(edges: list[tuple[int, int, int]], side: set[int]) -> int:
