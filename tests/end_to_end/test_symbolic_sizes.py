@@ -282,13 +282,13 @@ def test_symbols_are_refused_with_what_takes_numbers_alone(options: dict[str, An
 
 
 @pytest.mark.fast
-def test_symbols_are_refused_with_factors_that_workers_are_to_send() -> None:
+def test_numbers_of_factors_that_workers_send_are_symbols() -> None:
     model = Classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(
-        ValueError, match="symbols of sizes here\n  why:  workers may send each other factors of gradients"
-    ):
-        step_of_world(model, world=mirrorc.World(2), optimizer=optimizer, dynamic=True, exchange="factors")
+    step = step_of_world(model, world=mirrorc.World(2), optimizer=optimizer, dynamic=True, exchange="factors")
+    with step:
+        program = step.prepare(*text(5, 6))
+    assert any(bucket.is_sent_as_factors for bucket in program.buckets) and ": size[s0]" in str(program)
 
 
 def test_numbers_that_stay_are_remarked_on() -> None:
