@@ -89,7 +89,7 @@ class ProgramRuns:
                 loss = executor.run(pool, shards.tensors, weights, examples, seed, self._interrupts, numbers, sizes)
             if executor.updates:
                 self._note_update(executor)
-            return coordinator.reduce_loss(executor, loss, compiled.loss_dtype)
+            return coordinator.end_call(executor, loss, compiled.loss_dtype)
         except BaseException:
             if not executor.commit.is_decided:
                 if generator_state is not None:

@@ -17,7 +17,7 @@ from mirrorc.capture.call.call_arguments import Call, Structure
 from mirrorc.capture.call.recompile_reasons import FIRST_CALL, CallKind, changes_since, changing_arguments
 from mirrorc.capture.call.shards import Shards, SymbolicDims
 from mirrorc.capture.call.step_outputs import Outputs
-from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.call.traced_loss import TracedLoss
 from mirrorc.capture.front_ends.front_end import AllGuards
 from mirrorc.capture.program.number_inputs import SymbolicSizes
 from mirrorc.compilation.forward_and_backward import ForwardAndBackward
@@ -104,8 +104,8 @@ class Specialization:
     """A compiled program, and guards on the Python values that its capture read."""
 
     executor: Executor
-    guards: AllGuards  # checked with the plain values in `training_call`
-    training_call: TrainingCall
+    guards: AllGuards  # checked with the plain values in `traced_loss`
+    traced_loss: TracedLoss
     plain: Mapping[str, Any]
     batch: CallKind  # of the call for which the program was compiled
     outputs: Outputs | None = None
@@ -181,12 +181,12 @@ class Specialization:
 
     def changes(self, plain: Mapping[str, Any]) -> tuple[list[str], str]:
         """Why guards fail for these plain values: names of changed values, and other reasons."""
-        self.training_call.plain = self.plain
+        self.traced_loss.plain = self.plain
         if not self.guards.hold():
             return [], self.guards.broken()
         read = []
         for name, value in plain.items():
-            self.training_call.plain = {**self.plain, name: value}
+            self.traced_loss.plain = {**self.plain, name: value}
             if not self.guards.hold():
                 read.append(name)
         return read, ""
@@ -244,7 +244,7 @@ class Specializations:
             return None
         for place in range(len(entries) - 1, -1, -1):
             if plain:
-                entries[place].training_call.plain = plain
+                entries[place].traced_loss.plain = plain
             if entries[place].guards.hold():
                 if entries is not next(reversed(self._by_key.values())):  # hashing a key is slow
                     self._by_key.move_to_end(key)
@@ -257,7 +257,7 @@ class Specializations:
         changed: list[str] = []
         for key, entries in self._by_key.items():
             for cached in entries if key[0] == structure else ():
-                cached.training_call.plain = plain
+                cached.traced_loss.plain = plain
                 changed += cached.guards.changed_numbers()
         return list(dict.fromkeys(changed))
 

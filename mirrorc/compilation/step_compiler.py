@@ -16,7 +16,7 @@ from mirrorc.capture.call.call_arguments import Call
 from mirrorc.capture.call.changing_inputs import ChangingNumbers
 from mirrorc.capture.call.recompile_reasons import CallKind
 from mirrorc.capture.call.shards import Shards, SymbolicDims, shard_types
-from mirrorc.capture.call.training_call import EvaluationCall, ModuleCall, ModuleEvaluation, TrainingCall
+from mirrorc.capture.call.traced_loss import TracedEvaluation, TracedForward, TracedForwardAlone, TracedLoss
 from mirrorc.capture.diagnostics.capture_errors import NoGradientError, RaisedError, StateError
 from mirrorc.capture.eager.carried_state import CarriedState
 from mirrorc.capture.front_ends.front_end import FrontEnd
@@ -172,12 +172,12 @@ class StepCompiler:
             check_bounds_of_groups(self._options.pipeline, self._options.optimizers)
         self._regions.prepare(self._home)
         try:
-            training_call, captured = self._captured(call, shards, progress, purpose, symbolic, on_sizes)
+            traced_loss, captured = self._captured(call, shards, progress, purpose, symbolic, on_sizes)
         except NoGradientError:
             purpose = Purpose.EVALUATION  # no backward follows this forward
-            training_call, captured = self._captured(call, shards, progress, purpose, symbolic, on_sizes)
+            traced_loss, captured = self._captured(call, shards, progress, purpose, symbolic, on_sizes)
         if purpose is Purpose.FORWARD:
-            return self._forward_and_backward(training_call, captured, call, symbolic, progress)
+            return self._forward_and_backward(traced_loss, captured, call, symbolic, progress)
         times.append(time.perf_counter())
         program, regions = self._lowered_and_compiled(captured, progress, purpose, times)
         _log_times(subject, program, times)
@@ -186,7 +186,7 @@ class StepCompiler:
         return Specialization(
             executor,
             captured.guards,
-            training_call,
+            traced_loss,
             call.plain,
             CallKind.of_batch(call),
             captured.outputs,
@@ -198,7 +198,7 @@ class StepCompiler:
 
     def _forward_and_backward(
         self,
-        training_call: TrainingCall,
+        traced_loss: TracedLoss,
         captured: CapturedProgram,
         call: Call,
         symbolic: SymbolicDims,
@@ -223,7 +223,7 @@ class StepCompiler:
         return Specialization(
             executors[Purpose.FORWARD],
             captured.guards,
-            training_call,
+            traced_loss,
             call.plain,
             CallKind.of_batch(call),
             captured.outputs,
@@ -236,14 +236,14 @@ class StepCompiler:
 
     def _captured(
         self, call: Call, shards: Shards, progress: Progress, purpose: Purpose, symbolic: SymbolicDims, on_sizes: str
-    ) -> tuple[TrainingCall | EvaluationCall, CapturedProgram]:
+    ) -> tuple[TracedLoss | TracedEvaluation, CapturedProgram]:
         """Also adds the program's variables to the step's state."""
         progress.enter("capture")
         ladder = (
             self._options.ladder.first if symbolic else self._options.ladder
         )  # without symbols, the whole ladder is tried
         climbed = ladder.climb(lambda front_end: self._captured_by(front_end, call, shards, purpose, symbolic))
-        training_call, captured = climbed.result
+        traced_loss, captured = climbed.result
         self.front_ends[purpose] = climbed.front_end.name
         for error in climbed.errors:
             if isinstance(error, StateError) and not self._carried[purpose.trains].is_advanced:
@@ -259,22 +259,22 @@ class StepCompiler:
         outside = {**{name: tensor for name, tensor in captured.outside.items() if name not in last}, **last}
         self._state.take_in(outside, {name: counter for name, (counter, _) in counters.items()}, captured.written())
         self._state.reads(captured.constants.values())
-        return training_call, captured
+        return traced_loss, captured
 
     def _captured_by(
         self, front_end: FrontEnd, call: Call, shards: Shards, purpose: Purpose, symbolic: SymbolicDims
-    ) -> tuple[TrainingCall | EvaluationCall, CapturedProgram]:
+    ) -> tuple[TracedLoss | TracedEvaluation, CapturedProgram]:
         options = self._options
-        kinds = (ModuleEvaluation, ModuleCall) if options.is_module else (EvaluationCall, TrainingCall)
-        training_call = kinds[purpose.trains](
+        kinds = (TracedForwardAlone, TracedForward) if options.is_module else (TracedEvaluation, TracedLoss)
+        traced_loss = kinds[purpose.trains](
             options.model, options.loss_fn, call.structure, call.plain, keeps_outputs=options.return_outputs
         )
-        training_call.numbers = self._numbers
-        training_call.trained_elsewhere = parameters_in_training() if not options.is_module else frozenset()
-        training_call.carried = self._carried[purpose.trains]
-        training_call.differentiated = call.differentiated
+        traced_loss.numbers = self._numbers
+        traced_loss.trained_elsewhere = parameters_in_training() if not options.is_module else frozenset()
+        traced_loss.carried = self._carried[purpose.trains]
+        traced_loss.differentiated = call.differentiated
         captured = capture_program(
-            training_call,
+            traced_loss,
             call,
             shards,
             options.devices,
@@ -286,7 +286,7 @@ class StepCompiler:
             symbolic=symbolic,
             workers=options.program_workers if purpose.trains else ALONE,
         )
-        return training_call, captured
+        return traced_loss, captured
 
     def _lowered_and_compiled(
         self, captured: CapturedProgram, progress: Progress, purpose: Purpose, times: list[float]

@@ -84,9 +84,7 @@ class Coordinator:
         """Makes optimizers draw the same random numbers on all workers."""
         return nullcontext()
 
-    def reduce_loss(
-        self, executor: Executor, loss: torch.Tensor | None, dtype: torch.dtype | None
-    ) -> torch.Tensor | None:
+    def end_call(self, executor: Executor, loss: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
         return loss
 
     def union(self, flags: Sequence[bool]) -> list[bool]:

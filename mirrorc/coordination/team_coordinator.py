@@ -36,8 +36,8 @@ from mirrorc.runtime.workers.transport.lane import LostConnectionError
 from mirrorc.user.optimizer_groups import OptimizerGroups
 
 _SLACK_SECONDS = 5.0
-_MOST_MEETINGS = 4  # of one call; the second is after values were taken over, or other programs looked up
-_MOST_ROW_MEETINGS = 4  # of one call, with different numbers of gathered rows
+_MOST_HEADERS = 4  # of one call; the second is after values were taken over, or other programs looked up
+_MOST_ROW_EXCHANGES = 4  # of one call, with different numbers of gathered rows
 
 current_block: ContextVar[Sequence[TeamCoordinator]] = ContextVar("the block around this thread's code", default=())
 
@@ -66,9 +66,9 @@ class TeamCoordinator(Coordinator):
         self.call_without_examples: Call | None = None  # the last one
         self._equal_batches = EqualBatches(self.team.cluster.rank)
         self._batch = 0  # digest of the batch of this call
-        self._num_row_meetings = 0
+        self._num_row_exchanges = 0
         self._agreed: Agreement | None = None
-        self._num_present = self._num_meetings = self._num_steps = 0
+        self._num_present = self._num_headers = self._num_steps = 0
         self._taken = TakenValues(options, state, self.team)
         self._announcements = Announcements(options, model, state, self.team, self._taken)
         try:
@@ -103,7 +103,7 @@ class TeamCoordinator(Coordinator):
     def exit_block(self) -> None:
         self._before_call, self._has_left = None, False
 
-    def meet_turn(self, number: int) -> Agreement:
+    def take_turn(self, number: int) -> Agreement:
         """Exchanges headers before a call of the block's step ``number``."""
         with self.call():
             agreed = self.team.exchange_headers(*self._announcements.of_turn(number, has_left=self._has_left))
@@ -126,7 +126,7 @@ class TeamCoordinator(Coordinator):
     def call(self) -> Iterator[None]:
         """At its end, guards partly updated parameters: saving them raises an error."""
         torn_before, had_parted = self._state.torn, self.team.have_parted
-        self._num_meetings = self._num_row_meetings = 0
+        self._num_headers = self._num_row_exchanges = 0
         try:
             with self.team.call(lambda: self._state.is_whole, self._torn, has_left=self._has_left):
                 yield
@@ -160,9 +160,9 @@ class TeamCoordinator(Coordinator):
         If the users' writes differ, or a worker has new variables, broadcasts one worker's values and returns a retry.
         On a worker whose loop has ended, ``executor`` is of the last call, and ``num_examples`` is empty.
         """
-        self._num_meetings += 1
+        self._num_headers += 1
         self.team.stop_on_failure(executor.interrupt)
-        is_first = self._num_meetings == 1  # values taken over in this call were not written by the user
+        is_first = self._num_headers == 1  # values taken over in this call were not written by the user
         written = self._announcements.written(executor.program, is_stale=is_stale) if is_first else 0
         self._num_present = sum(number > 0 for number in num_examples)
         facts, program = self._announcements.facts_of(executor), executor.program
@@ -180,7 +180,7 @@ class TeamCoordinator(Coordinator):
         self._agreed = agreed = self.team.exchange_headers(header, details, counts, rows)
         self.rows_elsewhere = None
         if agreed.takes_over:
-            assert self._num_meetings < _MOST_MEETINGS, "values that were taken over are taken over"
+            assert self._num_headers < _MOST_HEADERS, "values that were taken over are taken over"
             self._taken.broadcast_from_source(agreed, written)
         elif not agreed.is_other and (agreed.is_over or self._compare_rows()):
             self._begin(agreed, meets=facts.meets)
@@ -194,8 +194,8 @@ class TeamCoordinator(Coordinator):
         self.rows_elsewhere = rows_elsewhere(rows, self.team.cluster.rank)
         if rows_agree(rows):
             return True
-        self._num_row_meetings += 1
-        if self._num_row_meetings >= _MOST_ROW_MEETINGS:
+        self._num_row_exchanges += 1
+        if self._num_row_exchanges >= _MOST_ROW_EXCHANGES:
             with self.team.control.raising_alike():
                 raise problem(
                     CommunicationError,
@@ -272,10 +272,10 @@ class TeamCoordinator(Coordinator):
     def seed(self, local: int | None) -> int | None:
         return self.agreed.seed
 
-    def reduce_loss(
-        self, executor: Executor, loss: torch.Tensor | None, dtype: torch.dtype | None
-    ) -> torch.Tensor | None:
-        """Also makes buffers equal on all workers; those of a module's forward, without ``dtype``, in `end_backward`."""
+    def end_call(self, executor: Executor, loss: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
+        """Sums the loss, and makes buffers equal on all workers. Forward of a module, without ``dtype``, leaves its buffers
+        to `end_backward`.
+        """
         self.team.end_updates()
         if dtype is None:
             self.team.finish()

@@ -67,7 +67,7 @@ def _take_turn(steps: Sequence[JoinedStep], number: int) -> int | None:
     if len(steps) == 1:
         return 0
     first = steps[0]
-    agreed: Agreement = first.exclusively(lambda: first.coordinator.meet_turn(number))
+    agreed: Agreement = first.exclusively(lambda: first.coordinator.take_turn(number))
     return None if agreed.is_over else agreed.turn
 
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from mirrorc.capture.call.call_arguments import Call
 from mirrorc.capture.call.shards import Shards
 from mirrorc.capture.call.signature import Signature
-from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.call.traced_loss import TracedLoss
 from mirrorc.capture.diagnostics.loss_means import WeightedMean, weighted_mean
 from mirrorc.capture.dynamo.traced_substitutes import synchronizes
 from mirrorc.capture.eager.python_state import restored_state
@@ -88,7 +88,7 @@ class Evaluation:
     """Evaluates batches of one structure, with equal random numbers for each example."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, call: Call) -> None:
-        self._call = TrainingCall(model, loss_fn, call.structure, call.plain)
+        self._call = TracedLoss(model, loss_fn, call.structure, call.plain)
         parameters = ModelState(model, loss_fn).parameters
         self._trainable = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         self._device = next(iter(self._trainable.values())).device

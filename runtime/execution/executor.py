@@ -65,7 +65,7 @@ class Losses:
         """Each replica's gradient of its loss, a scalar: loss weight times loss scale. None without backward."""
         if not self._program.trains:
             return [None] * len(replica_weights)
-        scale = self._state.weight_of_loss(self._program, examples)
+        scale = self._state.begin_loss(self._program, examples)
         if not self._program.present:
             return [None] * len(replica_weights)
         weights = tuple(weight * scale for weight in replica_weights) if scale != 1.0 else tuple(replica_weights)

@@ -17,7 +17,7 @@ class AccumulationState(StateView):
     def accumulated(self) -> AccumulatedGradients:
         return self._state.accumulated
 
-    def weight_of_loss(self, program: Program, examples: Examples) -> float:
+    def begin_loss(self, program: Program, examples: Examples) -> float:
         return self.accumulated.begin_call(program, examples, self._state.scale_of_loss())
 
     def prepare_for(self, program: Program, *, is_stale: bool | None = None) -> None:

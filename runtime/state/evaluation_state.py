@@ -12,7 +12,7 @@ from mirrorc.runtime.state.step_state import StateView
 class EvaluationState(StateView):
     """The counterpart of `StepState` for evaluations, which write only buffers."""
 
-    def weight_of_loss(self, program: Program, examples: Examples) -> float:
+    def begin_loss(self, program: Program, examples: Examples) -> float:
         return 1.0
 
     def prepare_for(self, program: Program, *, is_stale: bool | None = None) -> None:

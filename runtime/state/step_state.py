@@ -201,7 +201,8 @@ class StepState:
     def _parameters_of(self, bucket: Bucket) -> list[torch.Tensor]:
         return [self.store.tensors[slot.variable] for slot in bucket.slots]
 
-    def weight_of_loss(self, program: Program, examples: Examples) -> float:
+    def begin_loss(self, program: Program, examples: Examples) -> float:
+        """Begins loss scaling, residuals and accumulation of a step; returns the factor of the loss."""
         scale = self.scale_of_loss()
         self.unsent.begin(program, scale)
         return self.accumulated.begin_step(program, examples, scale)

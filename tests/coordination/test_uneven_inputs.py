@@ -33,7 +33,7 @@ class CountedCalls:
     def exit_block(self) -> None:
         self.is_in_block = self.has_left = False
 
-    def meet_turn(self, number: int) -> Agreement:
+    def take_turn(self, number: int) -> Agreement:
         raise AssertionError("a block of one step takes no turns")
 
     def abandon(self, error: BaseException) -> None:

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from mirrorc.capture.call.call_arguments import flatten_call
 from mirrorc.capture.call.shards import SymbolicDims, split_call
-from mirrorc.capture.call.training_call import ModuleCall
+from mirrorc.capture.call.traced_loss import TracedForward
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.capture.program.capture_program import CapturedProgram, capture_program
 from mirrorc.compilation.call_kind import Purpose
@@ -51,7 +51,7 @@ def capture_module(
 ) -> CapturedProgram:
     """What is captured of a module that is called with ``x``, before it is cut."""
     call, devices = flatten_call(["x"], (x,), {}), parse_devices([f"cpu:{i}" for i in range(num_devices)])
-    module_call = ModuleCall(model, None, call.structure, keeps_outputs=True)
+    module_call = TracedForward(model, None, call.structure, keeps_outputs=True)
     module_call.differentiated = frozenset(differentiated)
     how: dict[str, Any] = {"symbolic": symbolic, "loss_reduction": "sum", "workers": workers}
     shards, state = split_call(call, num_devices), ModelState(model, None)

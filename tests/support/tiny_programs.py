@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import mirrorc
 from mirrorc.capture.call.call_arguments import flatten_call
 from mirrorc.capture.call.shards import SymbolicDims, split_call
-from mirrorc.capture.call.training_call import EvaluationCall, TrainingCall
+from mirrorc.capture.call.traced_loss import TracedEvaluation, TracedLoss
 from mirrorc.capture.front_ends.front_end import FrontEnd
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.capture.program.capture_program import capture_program
@@ -204,8 +204,8 @@ def captured_call(
     call = flatten_call(["x"][: len(args)], args, kwargs)
     groups = OptimizerGroups([optimizer or torch.optim.SGD(model.parameters(), lr=0.1)])
     shards, devices = split_call(call, num_devices), parse_devices([f"cpu:{i}" for i in range(num_devices)])
-    training_call, state = TrainingCall(model, loss_fn, call.structure), ModelState(model, loss_fn)
-    return capture_program(training_call, call, shards, devices, state, groups, decompositions or {}, **how).program
+    traced_loss, state = TracedLoss(model, loss_fn, call.structure), ModelState(model, loss_fn)
+    return capture_program(traced_loss, call, shards, devices, state, groups, decompositions or {}, **how).program
 
 
 @dataclass(frozen=True)
@@ -253,9 +253,9 @@ def captured_model(
     call = flatten_call(["x"], (torch.randn(rows, columns),), {"target": torch.arange(rows) % 3})
     shards = split_call(call, num_devices, microbatches=microbatches, may_be_empty=workers.are_several)
     devices = parse_devices([f"cpu:{i}" for i in range(num_devices)])
-    kind = EvaluationCall if evaluates else TrainingCall
-    training_call = kind(model, loss_fn, call.structure, keeps_outputs=keeps_outputs)
+    kind = TracedEvaluation if evaluates else TracedLoss
+    traced_loss = kind(model, loss_fn, call.structure, keeps_outputs=keeps_outputs)
     state, groups = ModelState(model, loss_fn), OptimizerGroups([optimizer])
     how: dict[str, Any] = {"symbolic": symbolic, "front_end": front_end, "workers": workers}
-    captured = capture_program(training_call, call, shards, devices, state, groups, {}, **how)
+    captured = capture_program(traced_loss, call, shards, devices, state, groups, {}, **how)
     return captured.program.evolve(workers=workers)

@@ -12,7 +12,7 @@ from tiny_programs import sgd_step
 from torch import nn
 
 import mirrorc
-from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.call.traced_loss import TracedLoss
 from mirrorc.capture.front_ends.front_end import FrontEnd, register_front_end, unregister_front_end
 from mirrorc.user.restore import put_back_after, restored
 
@@ -121,7 +121,7 @@ def test_a_failed_capture_leaves_the_model() -> None:
 class Careless(FrontEnd):
     name = "careless"
 
-    def trace(self, stack: Any, call: TrainingCall, leaves: Any, decompositions: Any) -> Any:
+    def trace(self, stack: Any, call: TracedLoss, leaves: Any, decompositions: Any) -> Any:
         module: Any = call.model
         module.norm(torch.randn(6, 4))  # writes statistics, without a new version
         module.weight.data = torch.zeros(4)

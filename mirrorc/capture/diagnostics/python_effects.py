@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import fx
 
-from mirrorc.capture.call.training_call import BufferPath, TrainingCall
+from mirrorc.capture.call.traced_loss import BufferPath, TracedLoss
 from mirrorc.capture.diagnostics.capture_errors import StateError
 from mirrorc.errors import CaptureError
 from mirrorc.messages.problem import message, problem
@@ -79,7 +79,7 @@ def dropped_effects(
     return tuple(dict.fromkeys(notes))
 
 
-def assigned_buffers(traced: fx.GraphModule, call: TrainingCall, model_name: str) -> tuple[BufferPath, ...]:
+def assigned_buffers(traced: fx.GraphModule, call: TracedLoss, model_name: str) -> tuple[BufferPath, ...]:
     """The buffers to which a trace assigns new tensors. Refuses tensors of another shape or dtype."""
     assigned: list[BufferPath] = []
     for write in python_effects_of(traced).writes:
@@ -118,7 +118,7 @@ def other_buffer(
     )
 
 
-def changed_arguments(traced: fx.GraphModule, call: TrainingCall, model_name: str) -> tuple[Note, ...]:
+def changed_arguments(traced: fx.GraphModule, call: TracedLoss, model_name: str) -> tuple[Note, ...]:
     """Warnings about argument containers from which a trace removes items.
 
     Other changes are refused, because replicas get copies, and changes of these would be lost.

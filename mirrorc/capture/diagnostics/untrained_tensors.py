@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.call.traced_loss import TracedLoss
 from mirrorc.capture.diagnostics.python_effects import Note
 from mirrorc.errors import CaptureError
 from mirrorc.messages.problem import message, problem
@@ -22,7 +22,7 @@ _IN_PLACE = {operator.setitem, *(getattr(operator, f"i{name}") for name in ("add
 
 
 def untrained_tensors(
-    traced: fx.GraphModule, module: TrainingCall, leaves: Sequence[torch.Tensor], model_name: str
+    traced: fx.GraphModule, module: TracedLoss, leaves: Sequence[torch.Tensor], model_name: str
 ) -> tuple[Note, ...]:
     """A warning about tensors that require a gradient but are not trained. Raises `CaptureError` if one has a grad_fn."""
     untrained = [(n, t) for n, t in outside_tensors(traced, leaves) if t.requires_grad and _leads_to_output(n)]

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from mirrorc.capture.call.containers import PaddedSequences, unflatten_container
+from mirrorc.capture.call.traced_loss import BuffersAssigned, TracedEvaluation, TracedLoss
 from mirrorc.capture.call.traced_outputs import (
     LeafKind,
     ShapeOfValuesError,
@@ -24,7 +25,6 @@ from mirrorc.capture.call.traced_outputs import (
     remove_marks,
     summed,
 )
-from mirrorc.capture.call.training_call import BuffersAssigned, EvaluationCall, TrainingCall
 from mirrorc.capture.diagnostics.capture_errors import (
     NoGradientError,
     changed_before_backward,
@@ -84,7 +84,7 @@ class DynamoFrontEnd(FrontEnd):
     name = "dynamo"
 
     def trace(
-        self, stack: ExitStack, call: TrainingCall, leaves: Sequence[torch.Tensor], decompositions: Decompositions
+        self, stack: ExitStack, call: TracedLoss, leaves: Sequence[torch.Tensor], decompositions: Decompositions
     ) -> Traced:
         model_name = type(call.model).__name__
         refuse_modules(call, model_name)
@@ -100,7 +100,7 @@ class DynamoFrontEnd(FrontEnd):
         notes = changed_arguments(traced, call, model_name)
         notes += dropped_effects(traced, text, model_name, trace)
         choose_where_masked(traced.graph)
-        if isinstance(call, EvaluationCall):
+        if isinstance(call, TracedEvaluation):
             assert outputs is not None, "an evaluation keeps its outputs"
             return self._forward(stack, traced, call, leaves, decompositions, outputs, notes)
         if call.takes_tangents and outputs is not None:
@@ -132,7 +132,7 @@ class DynamoFrontEnd(FrontEnd):
         self,
         stack: ExitStack,
         traced: fx.GraphModule,
-        call: EvaluationCall,
+        call: TracedEvaluation,
         leaves: Sequence[torch.Tensor],
         decompositions: Decompositions,
         outputs: TracedOutputs,
@@ -165,7 +165,7 @@ class DynamoFrontEnd(FrontEnd):
             leaves_with_offsets=leaves_with_offsets(traced.graph),
         )
 
-    def trace_outputs(self, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
+    def trace_outputs(self, call: TracedLoss, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
         try:
             with quiet_fake_tensors():
                 traced = _trace(call, leaves)
@@ -176,7 +176,7 @@ class DynamoFrontEnd(FrontEnd):
 
 
 def _trace(
-    call: TrainingCall,
+    call: TracedLoss,
     leaves: Sequence[torch.Tensor],
     makes_arguments: Callable[..., Any] | None = None,
     guards_results: bool = False,
@@ -223,7 +223,7 @@ def _trace(
 
 
 def _read_outputs(
-    traced: fx.GraphModule, call: TrainingCall, leaves: Sequence[torch.Tensor], model_name: str
+    traced: fx.GraphModule, call: TracedLoss, leaves: Sequence[torch.Tensor], model_name: str
 ) -> TracedOutputs:
     try:
         return read_outputs(traced, call, leaves, model_name)

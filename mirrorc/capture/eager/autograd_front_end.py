@@ -13,8 +13,8 @@ import torch
 from torch import fx, nn
 
 from mirrorc.capture.call.call_arguments import Constant
+from mirrorc.capture.call.traced_loss import TracedLoss
 from mirrorc.capture.call.traced_outputs import TracedOutputs
-from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.dynamo.traced_substitutes import has_substitute, synchronizes
 from mirrorc.capture.eager.eager_call import OpaqueCall
 from mirrorc.capture.eager.trial_run import first_runs
@@ -62,7 +62,7 @@ class AutogradFrontEnd(FrontEnd):
     needs_data = True
 
     def trace(
-        self, stack: ExitStack, call: TrainingCall, leaves: Sequence[torch.Tensor], decompositions: Decompositions
+        self, stack: ExitStack, call: TracedLoss, leaves: Sequence[torch.Tensor], decompositions: Decompositions
     ) -> Traced:
         _refuse_other_norms(call)
         opaque = OpaqueCall(call)
@@ -88,7 +88,7 @@ class AutogradFrontEnd(FrontEnd):
             means_of_shards=tuple(map(tuple, trials.means)),
         )
 
-    def trace_outputs(self, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
+    def trace_outputs(self, call: TracedLoss, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
         """Runs the first shard with its first example repeated. None if the run fails."""
         shard = (call.data or [()])[0]
         grown = [
@@ -104,7 +104,7 @@ class AutogradFrontEnd(FrontEnd):
             return None
 
 
-def _refuse_other_norms(call: TrainingCall) -> None:
+def _refuse_other_norms(call: TracedLoss) -> None:
     norms = [module for module in call.modules() if isinstance(module, nn.SyncBatchNorm) and synchronizes(module)]
     if not all(map(has_substitute, norms)):
         raise problem(
@@ -124,12 +124,12 @@ class EagerGuards:
     numbers: tuple[int | float, ...] = ()
     draws: Sequence[object] = ()
 
-    def __init__(self, call: OpaqueCall, training_call: TrainingCall) -> None:
-        self._call, self._training_call, self._num_settled = call, training_call, call.state.num_settled
-        self._plain = {name: Constant(value) for name, value in training_call.plain.items()}
+    def __init__(self, call: OpaqueCall, traced_loss: TracedLoss) -> None:
+        self._call, self._training_call, self._num_settled = call, traced_loss, call.state.num_settled
+        self._plain = {name: Constant(value) for name, value in traced_loss.plain.items()}
         self._numbers = [
             (module, key, Constant(value))
-            for module in training_call.modules()
+            for module in traced_loss.modules()
             for key, value in vars(module).items()
             if type(value) in (int, float)
         ]

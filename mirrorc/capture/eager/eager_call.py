@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from mirrorc.capture.call.traced_loss import TracedLoss
 from mirrorc.capture.call.traced_outputs import UnreadableOutputError, noted_marks
-from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.diagnostics.capture_errors import refuse_complex
 from mirrorc.capture.diagnostics.python_effects import cached_parametrizations, is_like, other_buffer
 from mirrorc.capture.diagnostics.untrained_tensors import outside_of_module
@@ -45,7 +45,7 @@ class OpaqueCall:
 
     recorded: Recorded
 
-    def __init__(self, call: TrainingCall) -> None:
+    def __init__(self, call: TracedLoss) -> None:
         self.parameters: Mapping[str, nn.Parameter] = dict(call.named_parameters())
         self.buffers: Mapping[str, torch.Tensor] = dict(call.named_buffers())
         self._originals = [*self.parameters.values()]

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from mirrorc.capture.call.traced_loss import TracedEvaluation, TracedLoss
 from mirrorc.capture.call.traced_outputs import TracedOutputs, UnreadableOutputError
-from mirrorc.capture.call.training_call import EvaluationCall, TrainingCall
 from mirrorc.capture.diagnostics.capture_errors import (
     HooksMissingError,
     NoGradientError,
@@ -243,10 +243,10 @@ def _refuse_changes_of_backward(before: Changes, after: Changes, model_name: str
         )
 
 
-def _checked_loss(loss: torch.Tensor, call: TrainingCall, model_name: str) -> torch.dtype | None:
+def _checked_loss(loss: torch.Tensor, call: TracedLoss, model_name: str) -> torch.dtype | None:
     if call.takes_tangents:
         return torch.float64  # for weights of workers
-    if not isinstance(call, EvaluationCall):
+    if not isinstance(call, TracedEvaluation):
         return check_trained_loss(loss, model_name).dtype
     if loss.shape != (0,) or call.needs_loss:
         check_evaluated_loss(loss, model_name, is_from_loss_function=call.needs_loss)

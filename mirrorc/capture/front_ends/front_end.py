@@ -14,8 +14,8 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
+from mirrorc.capture.call.traced_loss import TracedLoss
 from mirrorc.capture.call.traced_outputs import TracedOutputs
-from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.diagnostics.capture_errors import RaisedError, RaisedInTraceError, UnreadableError
 from mirrorc.capture.diagnostics.loss_means import Reduction, WeightedMean
 from mirrorc.capture.diagnostics.python_effects import Note
@@ -125,9 +125,9 @@ class FrontEnd(ABC):
 
     @abstractmethod
     def trace(
-        self, stack: ExitStack, call: TrainingCall, leaves: Sequence[torch.Tensor], decompositions: Decompositions
+        self, stack: ExitStack, call: TracedLoss, leaves: Sequence[torch.Tensor], decompositions: Decompositions
     ) -> Traced:
-        """Traces a call to one functional graph; an `EvaluationCall` has only a forward.
+        """Traces a call to one functional graph; an `TracedEvaluation` has only a forward.
 
         ``stack`` keeps contexts open until the graph is restructured. The graph is specialized on types of ``leaves``.
 
@@ -135,7 +135,7 @@ class FrontEnd(ABC):
             CaptureError: with the user's line, the reason and a remedy.
         """
 
-    def trace_outputs(self, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
+    def trace_outputs(self, call: TracedLoss, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
         """The outputs for tensors of other sizes; None if unknown."""
         return None
 
@@ -199,7 +199,7 @@ def _exclusive() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def tracing(call: TrainingCall) -> Iterator[ExitStack]:
+def tracing(call: TracedLoss) -> Iterator[ExitStack]:
     with _exclusive(), restored(call), collector_paused(), ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(call.trains))
         stack.enter_context(restored_tracing_state())

@@ -39,7 +39,7 @@ class ModelState:
 
     Attributes:
         tensors: parameters and buffers by their first name in the model; ``loss_fn.`` precedes names in a loss module.
-        names: the key in ``tensors`` for each name in `TrainingCall`; tied weights have several names.
+        names: the key in ``tensors`` for each name in `TracedLoss`; tied weights have several names.
         named_modules: those of the model and of a loss module, with their paths.
     """
 

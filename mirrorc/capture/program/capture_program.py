@@ -21,8 +21,8 @@ from mirrorc.capture.call.shards import (
     mark_symbolic_dims,
 )
 from mirrorc.capture.call.step_outputs import Outputs, outputs_of, refuse_outputs_apart
+from mirrorc.capture.call.traced_loss import BuffersAssigned, TracedLoss
 from mirrorc.capture.call.traced_outputs import TracedOutputs
-from mirrorc.capture.call.training_call import BuffersAssigned, TrainingCall
 from mirrorc.capture.diagnostics.capture_errors import EVEN_BATCHES
 from mirrorc.capture.diagnostics.loss_means import differences_in, notes_on_reductions, remarks_on
 from mirrorc.capture.diagnostics.python_effects import Note
@@ -88,7 +88,7 @@ class CapturedProgram:
 
 
 def capture_program(
-    training_call: TrainingCall,
+    traced_loss: TracedLoss,
     call: Call,
     shards: Shards,
     devices: tuple[Device, ...],
@@ -111,20 +111,20 @@ def capture_program(
         CaptureError: the model cannot be captured.
         ValueError: the model reads a variable that was added after `mirrorc.compile`.
     """
-    model_name = type(training_call.model).__name__
+    model_name = type(traced_loss.model).__name__
     front_end = front_end or front_end_named(AUTO)
     distinct, runs = graphs_to_capture(shards, call, devices, symbolic)
-    training_call.data = data_of(shards, call, devices) if front_end.needs_data else None
-    examples = leaves_of(distinct, training_call.data, devices[0].torch_device, model_name)
+    traced_loss.data = data_of(shards, call, devices) if front_end.needs_data else None
+    examples = leaves_of(distinct, traced_loss.data, devices[0].torch_device, model_name)
     for tensors in examples:
         mark_symbolic_dims(tensors, symbolic)
-        for leaf in training_call.differentiated:
+        for leaf in traced_loss.differentiated:
             tensors[leaf].requires_grad_()
     rows = GatheredRows(shards.num_examples, runs, workers, shards.rows_elsewhere)
 
     def capture_all() -> list[CapturedGraph]:
         about = (call, examples, rows, state, optimizers, decompositions)
-        return _capture_each(front_end, training_call, *about, are_sizes_symbolic=any(symbolic))
+        return _capture_each(front_end, traced_loss, *about, are_sizes_symbolic=any(symbolic))
 
     captured = rows.capture_until_stable(capture_all, model_name)
     captured = with_numbers_of_each(captured) if shards.microbatches else captured
@@ -133,13 +133,13 @@ def capture_program(
     def trace_grown() -> TracedOutputs | None:
         with gathering(rows.of(0, more=1), rows.num_replicas):
             grown = examples_of(grown_types(distinct[0], call), devices[0].torch_device)
-            return outputs_for(front_end, training_call, grown)
+            return outputs_for(front_end, traced_loss, grown)
 
     parts = shards.by_microbatch(call)
     means_of = [captured[index].traced.weighted_means for indices in runs for index in indices]
     means_of = [*captured[0].traced.means_of_shards] or means_of
     outputs = None
-    if training_call.keeps_outputs:
+    if traced_loss.keeps_outputs:
         outputs = _gathered(captured, runs, call, shards, loss_reduction, trace_grown)
     return CapturedProgram(
         _program(captured, runs, call, shards, devices, state, optimizers, loss_reduction),
@@ -230,7 +230,7 @@ def _with_examples(argument: Argument, call: Call) -> Argument:
 
 def _capture_each(
     front_end: FrontEnd,
-    training_call: TrainingCall,
+    traced_loss: TracedLoss,
     call: Call,
     examples_of: Sequence[Sequence[torch.Tensor]],
     rows: GatheredRows,
@@ -247,7 +247,7 @@ def _capture_each(
 
     def captured_from(shard: int, examples: Sequence[torch.Tensor]) -> CapturedGraph:
         with gathering(rows.of(shard), rows.num_replicas):
-            graph = capture(front_end, training_call, examples, names, paths, trained, decompositions, state.outside)
+            graph = capture(front_end, traced_loss, examples, names, paths, trained, decompositions, state.outside)
         _refuse_added(graph, added)
         return graph
 
@@ -256,12 +256,12 @@ def _capture_each(
             try:
                 return [captured_from(shard, tensors) for shard, tensors in enumerate(examples_of)]
             except BuffersAssigned as error:
-                assert not set(error.paths) <= set(training_call.assigned), "a known buffer stays the same tensor"
-                training_call.assigned = (*training_call.assigned, *error.paths)
+                assert not set(error.paths) <= set(traced_loss.assigned), "a known buffer stays the same tensor"
+                traced_loss.assigned = (*traced_loss.assigned, *error.paths)
 
-    model_name = type(training_call.model).__name__
+    model_name = type(traced_loss.model).__name__
     captured = captured_with_numbers(
-        training_call.numbers, capture_all, model_name, are_sizes_symbolic=are_sizes_symbolic
+        traced_loss.numbers, capture_all, model_name, are_sizes_symbolic=are_sizes_symbolic
     )
     outside = {name for graph in captured for name in graph.outside}
     captured = _with_constants_apart(captured, {*paths.values(), *state.tensors, *outside})

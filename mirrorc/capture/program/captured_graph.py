@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from mirrorc.capture.call.traced_loss import TracedLoss
 from mirrorc.capture.call.traced_outputs import TracedOutputs
-from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.diagnostics.capture_errors import refuse_written_inputs, sparse_gradient
 from mirrorc.capture.diagnostics.written_buffers import Computation, vectors_of_spectral_norms, written_alike
 from mirrorc.capture.dynamo.traced_substitutes import buffers_of_synchronized_norms
@@ -348,7 +348,7 @@ _SAME_FOR_ALL = (ArgumentKind.NUMBER, ArgumentKind.NUM_REPLICAS)
 
 def capture(
     front_end: FrontEnd,
-    call: TrainingCall,
+    call: TracedLoss,
     leaves: Sequence[torch.Tensor],
     leaf_names: Sequence[str],
     variable_names: Mapping[str, str],
@@ -373,7 +373,7 @@ def capture(
 
 
 def _written_alike(
-    graph: fx.Graph, call: TrainingCall, joint: JointGraph, names: Mapping[str, str], arguments: Set[Any]
+    graph: fx.Graph, call: TracedLoss, joint: JointGraph, names: Mapping[str, str], arguments: Set[Any]
 ) -> dict[str, Computation]:
     if not joint.buffer_writes:
         return {}
@@ -389,6 +389,6 @@ def _written_alike(
     return written_alike(graph, output["writes"], vectors, statistics, counters, arguments)
 
 
-def outputs_for(front_end: FrontEnd, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
+def outputs_for(front_end: FrontEnd, call: TracedLoss, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
     with tracing(call):
         return front_end.trace_outputs(call, leaves)

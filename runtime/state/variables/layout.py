@@ -14,7 +14,7 @@ from mirrorc.ir.devices import Device
 from mirrorc.ir.program import Program
 from mirrorc.ir.variables import Aggregation, Variable
 from mirrorc.messages.problem import problem
-from mirrorc.runtime.state.variables.user_buffers import ShownBuffers
+from mirrorc.runtime.state.variables.shown_buffers import ShownBuffers
 from mirrorc.user.aliased_tensors import refuse_memory_of_processes, refuse_shared_memory
 
 OF_PARTS = -1

@@ -26,7 +26,7 @@ from mirrorc.runtime.state.variables.layout import (
     names_in,
     shared_copies,
 )
-from mirrorc.runtime.state.variables.user_buffers import CopiesOfShown
+from mirrorc.runtime.state.variables.shown_buffers import CopiesOfShown
 from mirrorc.user.aliased_tensors import refuse_shared_memory, warn_of_holders
 
 

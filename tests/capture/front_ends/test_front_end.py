@@ -14,7 +14,7 @@ from tiny_programs import captured_call, sgd_step
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.call.traced_loss import TracedLoss
 from mirrorc.capture.dynamo.dynamo_front_end import DynamoFrontEnd
 from mirrorc.capture.front_ends.front_end import (
     Traced,
@@ -37,7 +37,7 @@ class CountingFrontEnd(DynamoFrontEnd):
     def trace(
         self,
         stack: contextlib.ExitStack,
-        call: TrainingCall,
+        call: TracedLoss,
         leaves: Sequence[torch.Tensor],
         decompositions: Mapping[Any, Callable[..., Any]],
     ) -> Traced:

@@ -16,7 +16,7 @@ from mirrorc.runtime.execution import executor, replica_arguments
 from mirrorc.runtime.execution.cuda_graphs import NUM_WARM_UP_STEPS
 from mirrorc.runtime.execution.replica_arguments import HostCopies
 from mirrorc.runtime.state.optimizers.bucket_optimizers import BucketOptimizers
-from mirrorc.runtime.state.variables.user_buffers import ShownBuffers
+from mirrorc.runtime.state.variables.shown_buffers import ShownBuffers
 
 
 def noting(patch: pytest.MonkeyPatch, owner: Any, name: str, done: list[str], word: str) -> None:

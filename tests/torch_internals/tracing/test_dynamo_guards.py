@@ -22,7 +22,7 @@ chosen = torch.ones(3)
 
 
 class Call(nn.Module):
-    """As `mirrorc.capture.call.training_call.TrainingCall` calls a model: with leaves."""
+    """As `mirrorc.capture.call.traced_loss.TracedLoss` calls a model: with leaves."""
 
     def __init__(self) -> None:
         super().__init__()

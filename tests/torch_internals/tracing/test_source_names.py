@@ -55,7 +55,7 @@ class Net(nn.Module):
 
 
 class Call(nn.Module):
-    """As `mirrorc.capture.call.training_call.TrainingCall` calls a model and its loss: with leaves."""
+    """As `mirrorc.capture.call.traced_loss.TracedLoss` calls a model and its loss: with leaves."""
 
     def __init__(self, model: nn.Module, loss_fn: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Per-replica buffers: the user's model has their aggregate, and the user's writes go to all replicas."""
+"""Per-replica buffers, such as BatchNorm's statistics: the model has their aggregate; the user's writes go to all replicas."""
 
 from __future__ import annotations
 

@@ -16,14 +16,14 @@ BufferPath = tuple[tuple[str, ...], str]
 
 
 class BuffersAssigned(Exception):
-    """Raised if a trace assigns buffers: a `TrainingCall` must know them before the trace."""
+    """Raised if a trace assigns buffers: a `TracedLoss` must know them before the trace."""
 
     def __init__(self, paths: Sequence[BufferPath]) -> None:
         super().__init__()
         self.paths = paths
 
 
-class TrainingCall(nn.Module):
+class TracedLoss(nn.Module):
     """A module whose forward computes the loss from a flat list of tensors.
 
     If ``keeps_outputs``, forward also returns the outputs of the model, and those beside the loss of ``loss_fn``.
@@ -125,7 +125,7 @@ def beside_loss(result: Any) -> Any:
     return result[1] if len(result) == 2 else tuple(result[1:])
 
 
-class EvaluationCall(TrainingCall):
+class TracedEvaluation(TracedLoss):
     """A forward that returns loss and outputs, traced without gradients.
 
     A missing loss is an empty tensor. Without a loss, outputs are returned; else only if requested.
@@ -159,7 +159,7 @@ class EvaluationCall(TrainingCall):
         return loss, outputs if self._wants_outputs else None
 
 
-class ModuleCall(TrainingCall):
+class TracedForward(TracedLoss):
     """A forward that returns outputs. Backward begins with their gradients: its loss is outputs times these."""
 
     takes_tangents = True
@@ -168,14 +168,14 @@ class ModuleCall(TrainingCall):
         return _outputs_alone(self, leaves)
 
 
-class ModuleEvaluation(EvaluationCall):
+class TracedForwardAlone(TracedEvaluation):
     """A forward that returns outputs, traced without gradients."""
 
     def results(self, leaves: Sequence[torch.Tensor]) -> Any:
         return _outputs_alone(self, leaves)
 
 
-def _outputs_alone(call: TrainingCall, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Any]:
+def _outputs_alone(call: TracedLoss, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Any]:
     args, kwargs = call.rebuilt(call.structure, leaves, call.plain)
     model: nn.Module = call.model
     return torch.empty(0), model(*args, **kwargs)
