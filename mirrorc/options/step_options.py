@@ -135,7 +135,7 @@ def joined_workers(compilation: Round, devices: Sequence[Device], timeout_second
 
 
 def worker_devices(workers: Workers, devices: int | Sequence[str | torch.device] | None) -> tuple[Device, ...]:
-    """This worker's devices; for None, as many as its world says. Raises ValueError for another number."""
+    """This worker's devices; for None, as many as its world says."""
     if not workers.devices_per_worker:
         return parse_devices(devices)
     number = workers.devices_per_worker[workers.rank]

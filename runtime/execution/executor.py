@@ -158,10 +158,8 @@ class Executor:
     """A lowered program, ready to run.
 
     Args:
-        constants: captured tensors other than parameters and buffers.
         timeout_seconds: the longest wait of a replica for other replicas.
         step_graph: captures and replays the steps of a single device; None for no CUDA graph.
-        team: None for a process that trains alone.
 
     Attributes:
         used: the parameters used by replicas, if backward runs as plain PyTorch.

@@ -50,7 +50,6 @@ class CapturedGraph:
     Attributes:
         graph: placeholders are arguments; `mirrorc.ir.ops.read` nodes read variables. The output is a dict of ``loss``
             (None in an evaluation), ``gradients`` by parameter, and ``writes`` by buffer.
-        constants: tensors other than variables, by name.
         sparse: parameters with sparse gradients in torch.
         size_keys: the key of each SIZE argument, in order; None for an unused argument.
     """

@@ -291,11 +291,7 @@ _KINDS: Mapping[str, type[Exchanges]] = {kind.link: kind for kind in (Exchanges,
 
 
 def exchanges_of(program: Program, team: Team | None) -> dict[str, Exchanges]:
-    """Communicators between workers, by link; empty without exchanges or without a team.
-
-    Raises:
-        ExecutionError: the link between workers is unknown, or the devices' link has no common sum.
-    """
+    """Communicators between workers, by link; empty without exchanges or without a team."""
     graph = next(iter(program.device_graphs.values())).graph
     launches = list(calls_to(graph, *ops.BETWEEN_WORKERS))
     if not launches or team is None:

@@ -16,7 +16,6 @@ class Progress:
 
     Attributes:
         call: number of the call; 0 before the first.
-        num_buckets: buckets sent in this call.
     """
 
     call: int = 0

@@ -100,10 +100,7 @@ class Agreement:
         takes_over: all workers receive the source's values, and exchange headers again.
         source: the source's rank; 0 without one.
         tells_hyperparameters: the source broadcasts hyperparameters to workers whose loop has ended.
-        is_over: the loops of all workers have ended.
         deals_anew: all workers gather the optimizer state, to shard it again.
-        turn: number of the next step, for a call of several steps.
-        batches: digests of the workers' batches by rank.
     """
 
     num_examples: int
