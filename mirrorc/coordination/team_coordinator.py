@@ -155,8 +155,8 @@ class TeamCoordinator(Coordinator):
         is_stale: bool = False,
         backward: Executor | None = None,
     ) -> Retry | None:
-        """If the users' writes differ, or a worker has new variables, broadcasts one worker's values and returns a
-        retry. On a worker whose loop has ended, ``executor`` is of the last call, and ``num_examples`` is empty.
+        """Broadcasts one worker's values and returns a retry if the users' writes differ, or a worker has new
+        variables. On a worker whose loop has ended, ``executor`` is of the last call, and ``num_examples`` is empty.
         """
         self._num_headers += 1
         self.team.stop_on_failure(executor.interrupt)

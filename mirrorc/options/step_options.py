@@ -97,7 +97,6 @@ def why_replicas_are_not_compared(devices: Sequence[Device], pipeline: Sequence[
 
 
 def dump_directory(dump: str | os.PathLike[str] | None) -> Path | None:
-    """The option, else the environment variable MIRRORC_DUMP, else None."""
     if dump is None:
         chosen = os.environ.get("MIRRORC_DUMP")
         return checked_directory("MIRRORC_DUMP", chosen) if chosen else None

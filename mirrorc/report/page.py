@@ -43,7 +43,7 @@ _STYLES = {
 
 
 def write_report(path: str | os.PathLike[str], report: StepReport, earlier: StepReport | None = None) -> Path:
-    """Writes a whole file or none. ``earlier`` is compared with the report."""
+    """Writes a whole file or none."""
     return write_whole(path, render(report, earlier).encode())
 
 

@@ -115,7 +115,6 @@ class OptimizerGroups:
 
 
 def check_optimizers(option: Any, parameters: Mapping[str, torch.nn.Parameter]) -> OptimizerGroups:
-    """Checks the option ``optimizer``."""
     if option is None:
         return OptimizerGroups([])
     are_several = isinstance(option, list | tuple)

@@ -33,7 +33,6 @@ class TracedLoss(nn.Module):
         trained_elsewhere: ids of the parameters that other open steps train.
         data: the tensors of each shard or microbatch; None if the front end needs no data.
         takes_tangents: backward begins with the caller's gradients of outputs.
-        differentiated: the indices of the tensor arguments that get a gradient.
     """
 
     trains = True

@@ -65,8 +65,6 @@ class Binder:
     Attributes:
         visitors: (wait, node that reads its share) -> the visitor that runs the node part by part.
         deferred: wait -> its gradients of embedding tables that are deferred until the update.
-        all_deferred: the values of ``deferred`` for the current layout.
-        pieces: pieces of all shares with factored gradients.
         summed_pieces: the ``pieces`` whose memory other workers' sums may overwrite.
     """
 

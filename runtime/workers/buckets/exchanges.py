@@ -127,7 +127,6 @@ class Exchanges(Communicator):
     Args:
         packs: the exchanged packs, or the buckets if none is cut: a name for messages, by number.
         made: for each pack of factors, the elements that each device computes, as (start, stop).
-        sharded: numbers of the buckets whose updates are sharded over workers.
     """
 
     link = "gloo"
