@@ -64,8 +64,6 @@ logger = logging.getLogger(__name__)
 
 
 class StepCompiler:
-    """Compiles a call to an executor."""
-
     def __init__(
         self,
         options: StepOptions,

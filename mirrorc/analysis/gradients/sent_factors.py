@@ -113,7 +113,7 @@ def packed_factors(gradient: fx.Node) -> SentFactors | None:
 
 
 def rows_of(gradient: fx.Node) -> list[list[torch.Tensor]] | None:
-    """Fake tensors with the rows of each microbatch's gradient. None if its form is not sent as factors."""
+    """Fake tensors with the rows of each microbatch's gradient."""
     form = form_of(gradient)
     parts = [form.to_rows(factors) for factors in factor_values(gradient)]
     return None if None in parts else parts  # type: ignore[return-value]

@@ -56,8 +56,6 @@ _OF_REENTRANT = (
 
 @dataclass(frozen=True)
 class FirstRuns:
-    """The results of first runs."""
-
     recorded: Recorded
     written_inputs: list[tuple[str, str]]
     notes: tuple[Note, ...]
@@ -318,8 +316,6 @@ def _untrained(run: Run, opaque: OpaqueCall) -> tuple[Note, ...]:
 
 
 class _ObservedOperators:
-    """Observations of the operators of a first run."""
-
     def __init__(self) -> None:
         self.undefined = ""
         self.means: list[WeightedMean] = []

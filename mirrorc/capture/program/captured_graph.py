@@ -355,7 +355,7 @@ def capture(
     decompositions: Decompositions,
     outside: OutsideNames,
 ) -> CapturedGraph:
-    """``variable_names`` maps names of parameters and buffers to variables; tied weights have several names."""
+    """``variable_names`` maps names of parameters and buffers to variables."""
     with tracing(call) as stack:
         traced = front_end.trace(stack, call, leaves, decompositions)
     model_name, names = type(call.model).__name__, outside.names_of(traced.joint.outside, {*variable_names.values()})

@@ -178,7 +178,6 @@ class SavedBuffers:
         return saved
 
     def load_state_dict(self, state: Mapping[str, Any], store: StepVariables) -> None:
-        """Loads the result of `state_dict`."""
         self.check(state, store)
         copies = {name: _copied(buffer) for name, buffer in state.items()}
         store.load_buffers({name: buffer for name, buffer in copies.items() if name in store.tensors})
