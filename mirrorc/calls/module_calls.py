@@ -35,7 +35,6 @@ class ModuleCalls:
 
     Args:
         exclusively: runs a function while no other call over the same parameters runs.
-        reduction: see `mirrorc.data_parallel`.
     """
 
     def __init__(
@@ -162,7 +161,6 @@ class ModuleCalls:
     def _meet_in_forward(
         self, compiled: Specialization, call: Call, shards: Shards, purpose: Purpose
     ) -> tuple[Specialization, Shards]:
-        """The program that fits those of the other workers; in the first call, all take over the values of the chief."""
         if not self._have_met and purpose is Purpose.FORWARD:
             compiled, shards = self._chosen_by_all(call, shards)
         while (retry := self._exchange_header(compiled, call, shards, of_backward=False)) is not None:

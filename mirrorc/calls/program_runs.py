@@ -20,8 +20,6 @@ from mirrorc.runtime.state.gradients.accumulated_gradients import Examples
 
 @dataclass(frozen=True)
 class Draws:
-    """The seed and the Python numbers of a run."""
-
     seed: int | None = None
     numbers: Sequence[Sequence[int | float]] = ()
 

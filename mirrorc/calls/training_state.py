@@ -29,7 +29,7 @@ KEYS = ("model", "loss_fn", "other_buffers", "optimizers", "scaler", "choices", 
 
 
 class TrainingState:
-    """Saves and loads. The caller must hold the step's lock."""
+    """The caller must hold the step's lock."""
 
     def __init__(
         self, options: StepOptions, model: ModelState, state: StepState, choices: SavedChoices, sizes: ChangingSizes

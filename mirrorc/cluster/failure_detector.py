@@ -133,7 +133,7 @@ class FailureDetector:
         self._thread = threading.Thread(target=self._run, name="mirrorc heartbeats", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread. The listener also receives messages sent before this call."""
+        """The listener also receives messages sent before this call."""
         self._thread.start()
 
     def _run(self) -> None:

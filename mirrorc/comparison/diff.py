@@ -34,9 +34,6 @@ def diff_programs(old: Program, new: Program, *, regions: bool = False) -> str:
 
     Args:
         regions: also compare bodies of regions. If False, they are mentioned only if nothing else differs.
-
-    Raises:
-        TypeError: an argument is not a program.
     """
     for name, program in (("old", old), ("new", new)):
         if not isinstance(program, Program):
@@ -58,10 +55,6 @@ def diff_files(old: Path, new: Path) -> str:
 
     Two saved programs are compared with bodies of regions. Against a printed program, only its printed parts are
     compared.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: a file is neither a saved nor a printed program.
     """
     loaded = [_load(path) for path in (old, new)]
     forms = [_form_of(program) for program in loaded if isinstance(program, str)]
@@ -82,9 +75,6 @@ def diff_texts(old: str, new: str) -> str:
     Args:
         old: a text from `Program.to_text`.
         new: a text printed with the same options.
-
-    Raises:
-        ValueError: an argument is not a printed program.
     """
     for name, text in (("old", old), ("new", new)):
         if not text.startswith(_FIRST_LINE):

@@ -46,7 +46,7 @@ class BoundedPrograms(Generic[_Compiled]):
         self._lowered, self._compiled, self._memory = lowered, compiled, memory
 
     def find(self, pipeline: Sequence[Pass]) -> tuple[Program, _Compiled]:
-        """Returns a program and its compiled form. Raises PassError if no program is within the bound."""
+        """Raises PassError if no program is within the bound."""
         self._refuse_opaque()
         choice = _Choice()
         program = self._lowered(_bounded(pipeline, None), (), choice)

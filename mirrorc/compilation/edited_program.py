@@ -154,7 +154,6 @@ def _differences_of_work(edited: Program, expected: Program) -> Iterator[str]:
 
 
 def _settings(program: Program) -> Iterator[str]:
-    """Names and settings of calls, without their places: ``clip_factor(max_norm=1.0) on replica 0``."""
     for graph in program.graphs():
         for node in graph.nodes:
             operation = operation_of(node.target)

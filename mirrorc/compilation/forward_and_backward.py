@@ -28,8 +28,6 @@ from mirrorc.messages.problem import problem
 
 @dataclass(frozen=True)
 class ForwardAndBackward:
-    """The programs of forward and backward for one batch."""
-
     forward: Program
     backward: Program
     tangents: tuple[str, ...]  # outputs whose gradients are arguments of backward, after the tensors of the batch

@@ -207,7 +207,7 @@ class Specializations:
         self._read_plain: set[str] = set()  # names of plain values that failed guards
 
     def get(self, key: Key, plain: Mapping[str, Any]) -> Specialization | None:
-        """The specialization for a key and plain values, or None. Marks it as used."""
+        """Marks the specialization as used."""
         return self._usable(self._homes.get(key, key), plain)
 
     def fitting(

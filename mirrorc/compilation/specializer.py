@@ -69,10 +69,7 @@ class Specializer:
     def specialization_for(
         self, call: Call, shards: Shards, *, is_stale: bool = False, purpose: Purpose = Purpose.STEP
     ) -> tuple[Specialization, Shards]:
-        """Returns the specialization, and the shards on which it runs.
-
-        If a shard of one example is refused, or results in nan, the batch is split among fewer replicas.
-        """
+        """Splits the batch among fewer replicas if a shard of one example is refused, or results in nan."""
         with self._autocast():
             return self._cached_or_compiled(call, shards, is_stale, purpose)
 

@@ -64,13 +64,6 @@ logger = logging.getLogger(__name__)
 
 
 class StepCompiler:
-    """Compiles a call to an executor.
-
-    Args:
-        state: shared by all programs of the step.
-        numbers: the Python numbers that have changed between calls.
-    """
-
     def __init__(
         self,
         options: StepOptions,
@@ -110,11 +103,6 @@ class StepCompiler:
 
         Args:
             changes: describes how this call differs from earlier ones.
-
-        Raises:
-            SizesGivenUp: the sizes ``symbolic`` cannot be symbols.
-            CaptureError: the model cannot be captured.
-            PassError: a pass refuses the program, or the pipeline ends too early.
         """
         self._model.note_numbers()
         self._model.check_memory()

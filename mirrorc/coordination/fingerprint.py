@@ -25,8 +25,6 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # differs between workers, so func
 
 
 class Facts:
-    """Facts of one worker, their digest, and numbers of rows that it gathers."""
-
     def __init__(self, texts: Mapping[str, str], gathered_rows: Counts = (), *, meets: bool = False) -> None:
         self.texts, self.digest = texts, digest(repr(texts))
         self.gathered_rows = gathered_rows

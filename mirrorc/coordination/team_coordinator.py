@@ -155,10 +155,8 @@ class TeamCoordinator(Coordinator):
         is_stale: bool = False,
         backward: Executor | None = None,
     ) -> Retry | None:
-        """None if all programs match, so that the call continues.
-
-        If the users' writes differ, or a worker has new variables, broadcasts one worker's values and returns a retry.
-        On a worker whose loop has ended, ``executor`` is of the last call, and ``num_examples`` is empty.
+        """Broadcasts one worker's values and returns a retry if the users' writes differ, or a worker has new
+        variables. On a worker whose loop has ended, ``executor`` is of the last call, and ``num_examples`` is empty.
         """
         self._num_headers += 1
         self.team.stop_on_failure(executor.interrupt)
@@ -221,8 +219,7 @@ class TeamCoordinator(Coordinator):
     def compare_replicas(self, program: Program) -> None:
         """Every ``check_replicas_every`` steps, compares the workers' copies of variables and optimizer state.
 
-        Buffers that the program writes are left out, because an evaluation on one worker may have written them. If
-        copies differ, all workers raise CommunicationError, at each step until copies are written again.
+        If copies differ, all workers raise CommunicationError, at each step until copies are written again.
         """
         every = self._options.check_replicas_every
         if not every or self._num_steps % every:

@@ -44,7 +44,7 @@ class UsedParameters:
             self.leaves.add(leaf)
 
     def first_value(self, buffer: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """The new value of a buffer from the first forward of the step."""
+        """The value from the first forward of the step."""
         with self._lock:
             return self._written.setdefault(id(buffer), value)
 

@@ -76,7 +76,6 @@ def unseeded(op: Any) -> Any:
 
 
 def _run_under_seed(op: Any, seed: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an operator with a seed, then restores the device's generator."""
     generator = _global_generator(args, kwargs)
     with lock_of(generator.device):
         with STATES_LOCK:

@@ -36,7 +36,7 @@ class Sink:
         raise NotImplementedError
 
     def save(self, name: str, program: Program) -> bool:
-        """Saves a program. Returns False if the sink accepts only texts."""
+        """Returns False if the sink accepts only texts."""
         return False
 
 
@@ -95,9 +95,6 @@ class DumpFolder:
 
     At its first use of a directory, a process removes the files of earlier runs. Its programs get ``program-0``,
     ``program-1`` and so on. Folders of other running processes stay.
-
-    Raises:
-        OSError: the directory cannot be written.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -25,13 +25,7 @@ _Strategy: Any = object  # stands beside one of Lightning's in both classes belo
 
 
 class _OneProcess(_Strategy):
-    """A strategy with all devices in one process; under a launcher, one device in each process.
-
-    Args:
-        devices, communication, compiler, debug: as for `mirrorc.data_parallel`; the devices of one process, by default
-            the trainer's.
-        **kwargs: of Lightning's DDPStrategy, for several processes.
-    """
+    """A strategy with all devices in one process; under a launcher, one device in each process."""
 
     def __init__(
         self,
@@ -55,7 +49,6 @@ class _OneProcess(_Strategy):
 
     @property
     def num_processes(self) -> int:
-        """The number of processes on this machine."""
         return len(self.parallel_devices or ()) if self._is_launched else 1
 
     @property

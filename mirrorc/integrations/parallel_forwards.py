@@ -29,12 +29,10 @@ class ParallelForwards:
         self._plain = {module: module.__dict__.get("forward") for module in self._modules}
 
     def install(self) -> None:
-        """Installs the forwards on several devices."""
         for module in self._modules:
             module.forward = MethodType(self._forward_of(module), module)
 
     def remove(self) -> None:
-        """Restores the plain forwards."""
         for module, plain in self._plain.items():
             module.__dict__.pop("forward", None)
             if plain is not None:

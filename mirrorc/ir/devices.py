@@ -17,10 +17,6 @@ _REMEDY = "name devices like 'cpu:0', 'cuda:1', or 'cuda:0/1' for the second log
 def parse_devices(devices: int | Sequence[str | torch.device] | None) -> tuple[Device, ...]:
     """Logical devices from names, or from a number of GPUs (of CPUs if torch sees no GPU). None means all GPUs, or one
     CPU.
-
-    Raises:
-        ValueError: no device, an unknown or duplicate name, fewer GPUs than asked for, or CPUs beside GPUs.
-        TypeError: not a list of names, a number, or None.
     """
     if devices is None:
         count = torch.cuda.device_count()

@@ -18,7 +18,6 @@ class Route(NamedTuple):
     """The tag of a send, unique in a program.
 
     Attributes:
-        chunk: a part of the bucket.
         round: distinguishes sends of a chunk between the same two replicas.
         pack: set if buckets are cut.
     """

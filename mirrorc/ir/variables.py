@@ -163,9 +163,7 @@ class Variable:
     """A parameter or buffer. Tied weights are one variable, under their first name.
 
     Attributes:
-        strides: of the dense layout.
         synchronization: per replica for buffers that forward writes.
-        aggregation: how a per-replica variable becomes one value.
         update: None if nothing updates it.
         is_on_host: a scalar in CPU memory, although the devices are GPUs.
     """

@@ -18,7 +18,6 @@ def why_sizes_are_numbers(options: StepOptions, front_end: str = "") -> str:
 
 
 def check_dynamic(options: StepOptions) -> None:
-    """Refuses ``dynamic=True`` with options that need constant sizes."""
     why = why_sizes_are_numbers(options)
     if options.dynamic and why:
         fix = "leave dynamic= out; each new size is then compiled once"

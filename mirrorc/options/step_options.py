@@ -97,7 +97,6 @@ def why_replicas_are_not_compared(devices: Sequence[Device], pipeline: Sequence[
 
 
 def dump_directory(dump: str | os.PathLike[str] | None) -> Path | None:
-    """The option, else the environment variable MIRRORC_DUMP, else None."""
     if dump is None:
         chosen = os.environ.get("MIRRORC_DUMP")
         return checked_directory("MIRRORC_DUMP", chosen) if chosen else None
@@ -135,7 +134,7 @@ def joined_workers(compilation: Round, devices: Sequence[Device], timeout_second
 
 
 def worker_devices(workers: Workers, devices: int | Sequence[str | torch.device] | None) -> tuple[Device, ...]:
-    """This worker's devices; for None, as many as its world says. Raises ValueError for another number."""
+    """This worker's devices; for None, as many as its world says."""
     if not workers.devices_per_worker:
         return parse_devices(devices)
     number = workers.devices_per_worker[workers.rank]

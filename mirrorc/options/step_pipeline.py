@@ -22,7 +22,7 @@ from mirrorc.pipeline.protocol import Pass
 
 
 def step_pipeline(request: Request, parameters: Mapping[str, Any]) -> tuple[list[Pass], list[str]]:
-    """The passes of a step, and remarks on the arguments. With ``passes=``, ``parameters`` of the default are unused."""
+    """``parameters`` are those of the default pipeline, unused with ``passes=``."""
     base = default_pipeline(**parameters) if request["passes"] is None else request["passes"]
     added = [*OPTIONS.placed(request), *request["add"]]
     pipeline = resolve_sharing(select_passes(put_in(select_passes(base, ()), added), request["disable"]))

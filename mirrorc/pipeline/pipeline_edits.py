@@ -69,12 +69,7 @@ def after(anchor: str, compiler_pass: Pass) -> Placed:
 
 
 def add_passes(passes: Sequence[Pass], additions: Sequence[Placed]) -> list[Pass]:
-    """Inserts passes in order. An inserted pass may be the anchor of a later one.
-
-    Raises:
-        TypeError: an addition is not a `Placed` pass.
-        ValueError: no pass has the name of an anchor.
-    """
+    """Inserts passes in order. An inserted pass may be the anchor of a later one."""
     result = list(passes)
     for placed in additions:
         if not isinstance(placed, Placed):

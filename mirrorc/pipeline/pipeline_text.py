@@ -29,11 +29,7 @@ _OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)  # their values are
 
 
 def format_passes(passes: Sequence[Pass]) -> str:
-    """A pipeline as text for `parse_passes`, without default values. A pass from outside mirrorc is ``module:Class``.
-
-    Raises:
-        ValueError: a pass cannot be recreated from text.
-    """
+    """A pipeline as text for `parse_passes`, without default values. A pass from outside mirrorc is ``module:Class``."""
     return ",".join(_format(compiler_pass) for compiler_pass in passes)
 
 

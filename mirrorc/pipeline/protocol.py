@@ -91,7 +91,6 @@ class PassDescription:
 
     Attributes:
         stages: ``CAPTURED``, or ``REDUCED to UPDATED``.
-        left_out_of: programs that are compiled without the pass.
     """
 
     stages: str

@@ -137,7 +137,7 @@ def _call_text(values: PrintedValues, node: fx.Node) -> str | None:
 
 
 def statements(graph: fx.Graph, names: Mapping[str, str] = MappingProxyType({})) -> list[Line]:
-    """The lines of a graph of operators; ``names`` maps arguments to other printed names."""
+    """The lines of a graph of operators."""
 
     def name(node: fx.Node) -> str:
         if node.op == "placeholder":

@@ -43,7 +43,7 @@ _STYLES = {
 
 
 def write_report(path: str | os.PathLike[str], report: StepReport, earlier: StepReport | None = None) -> Path:
-    """Writes a whole file or none. ``earlier`` is compared with the report."""
+    """Writes a whole file or none."""
     return write_whole(path, render(report, earlier).encode())
 
 
@@ -113,11 +113,7 @@ def _size(num_bytes: int | None) -> str:
 
 
 def report_file(file: Path, output: Path, compare: Path | None = None) -> Path:
-    """Writes the report of a saved program or an earlier report.
-
-    Raises:
-        ValueError: a file is neither.
-    """
+    """Writes the report of a saved program or an earlier report."""
     return write_report(output, load_report(file), load_report(compare) if compare is not None else None)
 
 

@@ -53,7 +53,7 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve in the picture. ``points`` are a polyline in a box of 1000 by 100."""
+    """``points`` are a polyline in a box of 1000 by 100."""
 
     y: int
     height: int
@@ -63,7 +63,7 @@ class Curve:
 
 @dataclass
 class Picture:
-    """The picture's data. ``ticks`` have place and text; ``first_bar`` names the first bar of each line."""
+    """``ticks`` have place and text; ``first_bar`` names the first bar of each line."""
 
     height: int = 0
     ticks: list[tuple[float, str]] = field(default_factory=list)

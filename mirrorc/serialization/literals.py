@@ -41,17 +41,13 @@ class UnknownOperatorError(TextError):
 
 
 def expression(text: str) -> ast.expr:
-    """Parses a Python expression. Nothing in it is run.
-
-    Raises:
-        TextError: the text is not an expression.
-    """
+    """Parses a Python expression. Nothing in it is run."""
     body: ast.expr = _parsed(text, "eval").body
     return body
 
 
 def assignment(text: str) -> tuple[str, ast.expr]:
-    """Parses ``NAME = EXPRESSION``. Raises `TextError` for another text."""
+    """Parses ``NAME = EXPRESSION``."""
     statement = _parsed(text, "exec").body[:1]
     if not statement or not isinstance(statement[0], ast.Assign) or not isinstance(statement[0].targets[0], ast.Name):
         raise TextError("here comes a table 'NAME = ...' or a function, with @shard, @mirrored, @device or @region")
@@ -152,7 +148,7 @@ _WRITERS: dict[type, Callable[[Any, Callable[[Any], str]], str]] = {
 
 
 def argument_of(node: ast.expr, leaf: Callable[[ast.expr], Any]) -> Any:
-    """Inverts `argument_text`; ``leaf`` is the inverse of its ``leaf``. Raises `TextError` for other expressions."""
+    """Inverts `argument_text`; ``leaf`` is the inverse of its ``leaf``."""
     read = _READERS.get(type(node))
     return read(node, leaf) if read is not None else leaf(node)
 

@@ -19,7 +19,7 @@ _BY_INDUCTOR = ("inductor", "prims")  # namespaces in which operators are regist
 
 
 def operator_name(target: Any) -> str:
-    """Such as ``pack``, ``aten.mm.default``, ``seeded.aten.rand.default``. Raises `TextError` for other targets."""
+    """Such as ``pack``, ``aten.mm.default``, ``seeded.aten.rand.default``."""
     if target is operator.getitem:
         return "operator.getitem"
     if target in OPAQUE:

@@ -58,11 +58,7 @@ class _Function:
 
 @collector_paused()
 def parse_program(text: str) -> Program:
-    """Reads a program from its complete text, whose first lines are checked already.
-
-    Raises:
-        TextError: the text is malformed at ``line`` and ``column``.
-    """
+    """Reads a program from its complete text, whose first lines are checked already."""
     tables: dict[str, ast.expr] = {}
     functions: list[_Function] = []
     lines = _Cursor(["" if line.lstrip().startswith("#") else line for line in text.split("\n")])

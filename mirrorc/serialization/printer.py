@@ -34,11 +34,7 @@ _FACTS = re.compile(r"\{([a-z_]+=[^{}]*)\}")  # what types have in braces
 
 
 def complete_text(program: Program) -> str:
-    """See `Program.to_text`.
-
-    Raises:
-        TextError: a node calls or holds an object without an importable name.
-    """
+    """See `Program.to_text`."""
     graphs = _GraphPrinter()
     functions = list(_functions(program, graphs))
     tables = [

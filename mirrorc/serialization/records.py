@@ -40,9 +40,6 @@ def defaults(record: Any) -> dict[str, Any]:
 def record_text(value: Any, kind: Any, title: str, indent: str = "") -> str:
     """The text of a value of the declared type ``kind``: a dataclass, or the type of a field. It may take several
     lines.
-
-    Raises:
-        TextError: the value is of another type.
     """
     origin, inner = _parts(kind)
     deeper = indent + _INDENT
@@ -89,7 +86,7 @@ def _joined(begin: str, items: list[str], end: str, indent: str) -> str:
 
 
 def record_of(node: ast.expr, kind: Any, title: str) -> Any:
-    """Inverts `record_text`. Raises `TextError` for other expressions."""
+    """Inverts `record_text`."""
     origin, inner = _parts(kind)
     if origin is types.UnionType:
         is_none = isinstance(node, ast.Constant) and node.value is None

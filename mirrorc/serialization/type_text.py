@@ -52,7 +52,6 @@ class TypePrinter:
         self._texts: dict[int, str] = {}  # id of a fake tensor -> its text
 
     def text(self, value: Any) -> str:
-        """Raises `TextError` for a value without a text."""
         if isinstance(value, FakeTensor):
             if id(value) not in self._texts:
                 self._texts[id(value)] = self._tensor(value)
@@ -131,7 +130,7 @@ class TypeReader:
         self._num_used.clear()
 
     def value(self, text: str) -> Any:
-        """Inverts `TypePrinter.text`. Raises `TextError` for other texts."""
+        """Inverts `TypePrinter.text`."""
         number, made = self._num_used.get(text, 0), self._made_before.setdefault(text, [])
         self._num_used[text] = number + 1
         if number >= len(made):

@@ -115,13 +115,6 @@ class OptimizerGroups:
 
 
 def check_optimizers(option: Any, parameters: Mapping[str, torch.nn.Parameter]) -> OptimizerGroups:
-    """Checks the option ``optimizer``.
-
-    Raises:
-        TypeError: a value is not an optimizer, or its step needs a closure.
-        ValueError: the list is empty; an optimizer is repeated, or shards parameters itself; a parameter is not the
-            model's, or is in two optimizers.
-    """
     if option is None:
         return OptimizerGroups([])
     are_several = isinstance(option, list | tuple)
@@ -186,9 +179,6 @@ def update_rules(
 
     Args:
         may_be_unused: parameters may have no gradient in a step.
-
-    Raises:
-        ValueError: an optimizer of torch cannot use a parameter's sparse, or dense, gradient.
     """
     elementwise = dict(zip(map(id, groups.optimizers), groups.are_elementwise(), strict=True))
     number_of = {id(p): number for number in range(len(groups)) for p in _group(groups, number)["params"]}

@@ -36,9 +36,6 @@ def verify(
         before: the program before the pass, for rules on passes.
         checked: verified graphs to skip; this program's graphs are added.
         keeps_dataflow: if False, rules about dataflow are skipped.
-
-    Raises:
-        VerifyError: a rule is broken.
     """
     if checked is not None:
         checked.refresh()

@@ -96,7 +96,6 @@ class _Regions:
         return {name: region for name, region in regions.items() if name in called}
 
     def adding_variant(self, name: str, places: tuple[int, ...]) -> str:
-        """A variant of a region that adds to its arguments at ``places``."""
         if (name, places) not in self.adding:
             stem, _, shard = name.partition("_shard")
             names = (

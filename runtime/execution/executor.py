@@ -158,10 +158,8 @@ class Executor:
     """A lowered program, ready to run.
 
     Args:
-        constants: captured tensors other than parameters and buffers.
         timeout_seconds: the longest wait of a replica for other replicas.
         step_graph: captures and replays the steps of a single device; None for no CUDA graph.
-        team: None for a process that trains alone.
 
     Attributes:
         used: the parameters used by replicas, if backward runs as plain PyTorch.
@@ -247,12 +245,7 @@ class Executor:
         numbers: Sequence[Sequence[int | float]] = (),
         sizes: Sequence[Sequence[int | float]] = (),
     ) -> torch.Tensor | None:
-        """Runs a step that `commit` has begun. Returns `Losses.total`.
-
-        Raises:
-            ExecutionError: a replica failed; names device, operation and source line.
-            ValueError: the optimizer can no longer be captured in a CUDA graph.
-        """
+        """Runs a step that `commit` has begun. Returns `Losses.total`."""
         self.functions.bind()
         if self._step_graph is not None:
             self._step_graph.renew_for(self.program, self.state.optimizers, memory=self.state.layout)

@@ -40,7 +40,6 @@ class InterruptGuard:
     off.
 
     Attributes:
-        commit: the step's commit point; None until the step has one.
         is_ending: signals are deferred until `end`, which must follow.
         raised: the exception of the user's handler while device threads ran.
     """

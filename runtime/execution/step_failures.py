@@ -32,7 +32,6 @@ def explain_failure(
 
     Args:
         failures: exceptions by replica; `Aborted` for a replica that another one's failure has stopped.
-        torn: names the updated buckets, if the call failed after an early commit.
     """
     devices = program.devices
     replica, error = next(((r, e) for r, e in failures.items() if not isinstance(e, Aborted)), (-1, None))

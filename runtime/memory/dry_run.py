@@ -40,7 +40,6 @@ class DryStep:
     Attributes:
         call: the function that the statement calls or prepares memory for.
         dropped: memory released after the statement; the caller may still hold an argument.
-        workspace: bytes of the called operator's workspace.
     """
 
     call: str
@@ -55,8 +54,6 @@ class DryRun:
     """Memory use of a region.
 
     Attributes:
-        steps: the statements that affect memory.
-        results: the memory of each output, or None.
         remark: why the figures are estimates; empty if they are exact.
     """
 

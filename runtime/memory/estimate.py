@@ -149,7 +149,6 @@ class _Tally:
                 self._add((name,), "accumulated", bucket.num_bytes)
 
     def add_users_gradients(self, state: StepState) -> None:
-        """Adds gradients from earlier calls of `Step.gradients`, or from the user's own backward."""
         for flat in state.users_buckets:
             for name, gradients in zip(self.names, flat.gradients, strict=True):
                 self._add((name,), "users_buckets", gradients.nbytes)

@@ -32,7 +32,6 @@ class Ledger:
         gradients: blocks other than activations: sums, messages, and operands of updates.
         holds_gradients: new blocks are gradients.
         total: live bytes; ``activations``: without ``gradients``.
-        peak: of the total; ``activation_peak``: of activations.
         kept: bytes of gradients outside of buckets that live until the next step.
         most_during: the peak bytes during each call.
     """

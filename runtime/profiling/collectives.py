@@ -32,11 +32,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective and its launches by replica. A ``send`` and its ``recv`` are one message of ``kind`` ``send``.
-
-    Attributes:
-        source, destination: a message's replicas.
-    """
+    """A collective and its launches by replica. A ``send`` and its ``recv`` are one message of ``kind`` ``send``."""
 
     kind: str
     bucket: int

@@ -223,7 +223,6 @@ def bucket_rows(
 
     Args:
         meetings_ms: waits of the model's collectives.
-        skew_units, transfer_units: of the step, as printed.
     """
     groups = by_kind_and_bucket(buckets)
     totals = [added_up(group) for group in groups]

@@ -26,7 +26,6 @@ class Copies:
 
     Attributes:
         entry: name of a variable or state entry; empty for parameters in a bucket.
-        bucket: the bucket whose variables the copies hold, if any.
     """
 
     entry: str

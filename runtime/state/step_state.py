@@ -273,7 +273,7 @@ class StepState:
         return self._held.gradients_writer == writer and self.optimizers.leave_gradients
 
     def give_gradients_to(self, writer: Hashable) -> None:
-        """Sets the writer of the gradients in buckets. The former one must have dropped its record of writes."""
+        """The former writer must have dropped its record of writes."""
         self._held.gradients_writer = writer
 
 

@@ -41,7 +41,6 @@ class Part:
 
     Attributes:
         kind: GRADIENTS, PARAMETERS, or ROWS: parameters in the gradient's rows only.
-        spans: in the order of the value.
         steps: operators that have changed the elements since the pack, sum or update.
     """
 
@@ -159,7 +158,6 @@ class BucketParts:
         return replace(part, spans=tuple(replace(span, replicas=frozenset(everyone)) for span in part.spans))
 
     def _summed_over_workers(self, wait: fx.Node, launch: fx.Node) -> Part | None:
-        """The worker's part of a sum over all workers, which it makes from their factors or from parts of their sums."""
         program, index, are_factors = self._program, bucket_of(launch), launch.target is ops.gather_factors
         bucket = self._bucket(index)
         if bucket is None:

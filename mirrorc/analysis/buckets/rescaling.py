@@ -57,7 +57,6 @@ class Factor:
 
 
 def factor_of(value: Any) -> Factor | None:
-    """None if the value is not a factor of gradients."""
     if getattr(value, "target", None) is ops.clip_factor:
         return Factor(value, unscales=False)
     if _is_scale(value, torch.ops.aten.reciprocal.default):

@@ -36,7 +36,7 @@ def bytes_of_largest(count: int, num_elements: int, dtype: torch.dtype) -> int:
 
 
 def gradients_of_pack(bucket: Bucket, pack: Pack, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The gradients in ``flat``, the elements of a pack. Gradients that are cut are 1-D."""
+    """Gradients that are cut are 1-D."""
     gradients = {}
     for slot in bucket.slots:
         start, stop = max(slot.offset, pack.start), min(slot.offset + slot.num_elements, pack.stop)

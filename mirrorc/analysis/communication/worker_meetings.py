@@ -24,7 +24,6 @@ class WorkerMeeting:
     """A collective of the model over the replicas of all workers.
 
     Attributes:
-        shape: of the sum, or of the gathered rows.
         rows: this worker's number of rows; None if all values have one shape.
         before: the number of rows of earlier workers, or `NO_CLAIM`.
     """

@@ -17,17 +17,14 @@ class Messages:
 
 
 def ring_all_reduce(num_bytes: float, num_workers: int) -> Messages:
-    """2 (W - 1) messages, each with 1 / W of the bytes."""
     return Messages(2 * (num_workers - 1), 2 * (num_workers - 1) * num_bytes / num_workers)
 
 
 def ring_all_gather(num_bytes: float, num_workers: int) -> Messages:
-    """W - 1 messages, each with the bytes of one worker."""
     return Messages(num_workers - 1, (num_workers - 1) * num_bytes)
 
 
 def ring_all_to_all(num_bytes: float, num_workers: int) -> Messages:
-    """W - 1 messages, each with 1 / W of the bytes."""
     return Messages(num_workers - 1, (num_workers - 1) * num_bytes / num_workers)
 
 

@@ -19,7 +19,6 @@ class TakenGradients:
     """The gradients that a graph takes from one backward.
 
     Attributes:
-        token: the token of the forward run ``call``.
         tangent: the loss's gradient, with which backward begins; None for 1.
         tangents: the gradients of outputs of a module without a loss.
     """
@@ -49,7 +48,6 @@ def taken_gradients(graph: fx.Graph) -> list[TakenGradients]:
 
 
 def places_of_arguments(graph: fx.Graph, values: Sequence[fx.Node]) -> list[int]:
-    """Indices of arguments. Raises ValueError if a value is not an argument of the graph."""
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     return [placeholders.index(value) for value in values]
 

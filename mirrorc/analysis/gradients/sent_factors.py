@@ -108,13 +108,12 @@ def gradients_of(pack: fx.Node) -> list[fx.Node]:
 
 
 def packed_factors(gradient: fx.Node) -> SentFactors | None:
-    """The description of a gradient's sent factors; None if its form is not sent as factors."""
     rows = rows_of(gradient)
     return _described(form_of(gradient), rows[0], details_of(gradient)) if rows is not None else None
 
 
 def rows_of(gradient: fx.Node) -> list[list[torch.Tensor]] | None:
-    """Fake tensors with the rows of each microbatch's gradient. None if its form is not sent as factors."""
+    """Fake tensors with the rows of each microbatch's gradient."""
     form = form_of(gradient)
     parts = [form.to_rows(factors) for factors in factor_values(gradient)]
     return None if None in parts else parts  # type: ignore[return-value]

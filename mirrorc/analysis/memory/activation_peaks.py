@@ -24,8 +24,6 @@ MACHINE = Machine(seconds_per_multiplication=2e-11, seconds_per_byte=1e-10)
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak bytes of activations, and the time of recomputation."""
-
     num_bytes: int
     seconds: float
 

@@ -86,11 +86,7 @@ class Call:
 
 
 def flatten_call(names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-    """``names`` are the names of positional parameters.
-
-    Raises:
-        TypeError, ValueError: an argument cannot be rebuilt from shards.
-    """
+    """``names`` are the names of positional parameters."""
     args, kwargs = with_lists_of_examples(args, kwargs)
     leaves: list[Leaf] = []
     plain: dict[str, Any] = {}

@@ -137,11 +137,7 @@ class Parts(NamedTuple):
 
 
 def flatten_container(value: Any, path: str) -> Parts | None:
-    """The parts of a container; None for other values.
-
-    Raises:
-        TypeError: the container cannot be rebuilt.
-    """
+    """The parts of a container; None for other values."""
     if isinstance(value, PackedSequence | PaddedSequences):
         values, lengths, is_sorted = padded_parts(value)
         return Parts("packed sequence", (is_sorted, ()), [(f"{path}.data", values), (f"{path}.lengths", lengths)])
@@ -162,11 +158,6 @@ def flatten_container(value: Any, path: str) -> Parts | None:
 
 
 def flatten_object(value: Any, path: str) -> Parts:
-    """Flattens an object to its attributes.
-
-    Raises:
-        TypeError: a base of the object's class is written in C.
-    """
     cls = type(value)
     if _if_made(object, cls) != "object":
         raise TypeError(f"{path!r} is a {cls.__qualname__}, whose class is based on one written in C")

@@ -254,7 +254,7 @@ ShardTypes = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
 
 
 def shard_types(shard: Sequence[torch.Tensor], device: torch.device) -> ShardTypes:
-    """The types of a shard's tensors on a device. A copy to the device makes tensors with gaps or overlaps dense."""
+    """A copy to the device makes tensors with gaps or overlaps dense."""
     moved = [t if t.device == device or is_dense(t) else torch.empty_like(t, device="meta") for t in shard]
     return tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in moved)
 
@@ -332,11 +332,7 @@ def data_of(shards: Shards, call: Call, devices: Sequence[Device]) -> list[list[
 def leaves_of(
     distinct: Sequence[ShardTypes], data: Sequence[Sequence[torch.Tensor]] | None, device: torch.device, model_name: str
 ) -> list[Sequence[torch.Tensor]]:
-    """Tensors of each of the ``distinct`` types: the first in ``data``; uninitialized if ``data`` is None.
-
-    Raises:
-        CaptureError: ``data`` lacks one of the types.
-    """
+    """Tensors of each of the ``distinct`` types: the first in ``data``; uninitialized if ``data`` is None."""
     if data is None:
         return [examples_of(types, device) for types in distinct]
     first = {shard_types(part, device): part for part in reversed(data)}

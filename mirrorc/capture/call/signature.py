@@ -105,7 +105,6 @@ class Signature:
         return f"{call}(*batch)" if isinstance(args[0], tuple | list) else ""
 
     def _spelled(self, *, trains: bool) -> str:
-        """The call with the names of what forward needs."""
         needed = [p for p in self._of_forward.parameters.values() if p.default is p.empty]
         names = [p.name if p.kind is not p.KEYWORD_ONLY else f"{p.name}=..." for p in needed if p.kind not in _MANY]
         names += ["target=y"] if trains and self._takes_target else []

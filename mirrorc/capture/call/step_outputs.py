@@ -80,7 +80,6 @@ def outputs_of(
 
     Args:
         sizes: the number of examples in each graph, then in ``other``.
-        other: the outputs of a further trace with a different number of examples.
     """
     each = [*traced, *([other] if other is not None else [])]
     first = each[0]

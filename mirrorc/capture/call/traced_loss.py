@@ -31,11 +31,8 @@ class TracedLoss(nn.Module):
     Attributes:
         plain: `Call.plain` of the current call; set before guards are checked.
         trained_elsewhere: ids of the parameters that other open steps train.
-        carried: the `CarriedState` of the step, for plain PyTorch.
         data: the tensors of each shard or microbatch; None if the front end needs no data.
-        assigned: names of the buffers that forward or loss assigns.
         takes_tangents: backward begins with the caller's gradients of outputs.
-        differentiated: the indices of the tensor arguments that get a gradient.
     """
 
     trains = True

@@ -93,11 +93,7 @@ class ShapeOfValuesError(Exception):
 def read_outputs(
     traced: fx.GraphModule, module: nn.Module, leaves: Sequence[torch.Tensor], model_name: str
 ) -> TracedOutputs:
-    """Reads a trace's outputs. The graph then returns the loss and the detached output tensors.
-
-    Raises:
-        ShapeOfValuesError: the shape of an output depends on values.
-    """
+    """Reads a trace's outputs. The graph then returns the loss and the detached output tensors."""
     try:
         results, stand_ins = results_with_stand_ins(traced, leaves)
         again, others = results_with_stand_ins(traced, leaves)

@@ -211,7 +211,6 @@ def weighted_mean(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def weighted_mean_of_operator(operator: Any, args: Sequence[Any], line: Callable[[], str]) -> WeightedMean | None:
-    """None for an operator without such a mean."""
     if operator not in _OPERATORS or args[3] != _MEAN:
         return None
     _, target, weight, _, ignore_index = args[:5]

@@ -164,11 +164,7 @@ def _exchanged(graph: fx.Graph, writes: Mapping[str, fx.Node]) -> set[str]:
 
 
 def aggregation_alike(name: str, alike: Sequence[Mapping[str, Computation]]) -> Aggregation | None:
-    """The aggregation of a buffer to which all captured graphs write the same value; None if they may differ.
-
-    Raises:
-        CaptureError: the graphs differ in the number of iterations of a spectral norm.
-    """
+    """The aggregation of a buffer to which all captured graphs write the same value; None if they may differ."""
     ways = {computations.get(name) for computations in alike}
     if len(ways) > 1 and all(way is not None and way.is_of_norm for way in ways):
         raise problem(

@@ -275,12 +275,7 @@ class _Explained:
 
 
 def weight_outputs(traced: fx.GraphModule, names: Sequence[str], model_name: str) -> None:
-    """The graph then returns a loss, the sum of its outputs times their tangents, and the outputs.
-
-    Raises:
-        NoGradientError: no output needs a gradient.
-        CaptureError: an output that needs a gradient is complex.
-    """
+    """The graph then returns a loss, the sum of its outputs times their tangents, and the outputs."""
     graph = traced.graph
     values = graph.output_node().args[0]
     assert isinstance(values, tuple | list)

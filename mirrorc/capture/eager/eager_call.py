@@ -142,14 +142,7 @@ class OpaqueCall:
         *,
         is_first: bool = False,
     ) -> Run:
-        """Runs forward with copies of the buffers.
-
-        Raises:
-            CaptureError: a first run reads a transient attribute of the user's modules.
-            ExecutionError: forward assigns other attributes, reads transient ones too early, or draws random numbers
-                without a stream.
-            UnreadableOutputError: a step cannot rebuild an output.
-        """
+        """Runs forward with copies of the buffers."""
         try:
             copy = self._free.pop()
         except IndexError:

@@ -120,7 +120,6 @@ class Run:
         attached: for a module without a loss, the outputs that need a gradient, with their graph.
         tangents: gradients of the attached outputs on which the caller's loss depends; None in a first run, for ones.
         before: value, version and address of each input before forward, by id.
-        exchange: in a first run, other replicas are taken to be equal to this one.
         unreached: in training, indices of `inputs` outside of the loss's graph.
     """
 
@@ -179,7 +178,6 @@ class Recorded:
         gradients: the trainable parameters in the order of backward, then the arguments that get a gradient.
         late: parameters whose gradient has several parts, or comes from outside of the loss's graph.
         differentiable: for a module without a loss, the outputs that may need a gradient.
-        transient: the attributes that are assigned before each read.
         alike: buffers with one value in all runs of a step.
     """
 

@@ -56,7 +56,6 @@ class ModuleCopy:
 
         Args:
             tensors: parameters and buffers of the copies, by the ids of the originals' tensors.
-            **of_root: overridden attributes of the root.
         """
         self._loaded = []
         if transient != self._transient:

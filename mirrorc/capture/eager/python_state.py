@@ -75,14 +75,12 @@ class _Place:
             self.write(self.before)
 
     def change_to(self, now: Any) -> Any:
-        """The new value; for a dict, only its changed entries."""
         if not (isinstance(now, dict) and isinstance(self.before, dict)):
             return now
         each = {key: (now.get(key, ABSENT), self.before.get(key, ABSENT)) for key in (*now, *self.before)}
         return {key: value for key, (value, before) in each.items() if not _is_same_item(value, before)}
 
     def name_of(self, change: Any) -> str:
-        """The location's name; for a dict, with the first changed entry."""
         if not (isinstance(change, dict) and isinstance(self.before, dict) and change):
             return self.name.removesuffix(".")
         key = next(iter(change))

@@ -36,7 +36,6 @@ def read_run(
 
     Args:
         variables: the user's variables, by the ids of the run's variables.
-        marked: results of `mirrorc.summed`.
     """
     reader = _RunReader(loss, arguments, variables)
     structure = reader.read(outputs, "outputs")

@@ -56,15 +56,6 @@ _OF_REENTRANT = (
 
 @dataclass(frozen=True)
 class FirstRuns:
-    """The results of first runs.
-
-    Attributes:
-        undefined: the line of an operator that returns NaN for one example.
-        rows: names of buffers in which runs have written different rows.
-        means: for each run, the means over targets.
-        vectors: vectors of spectral norms, by index.
-    """
-
     recorded: Recorded
     written_inputs: list[tuple[str, str]]
     notes: tuple[Note, ...]
@@ -325,20 +316,12 @@ def _untrained(run: Run, opaque: OpaqueCall) -> tuple[Note, ...]:
 
 
 class _ObservedOperators:
-    """Observations of the operators of a first run.
-
-    Attributes:
-        undefined: the line of the first operator that returns NaN for one example; may be empty.
-        means: the means over targets, with the numbers of targets.
-    """
-
     def __init__(self) -> None:
         self.undefined = ""
         self.means: list[WeightedMean] = []
         self._written: set[int] = set()  # keys of memory
 
     def has_written(self, tensor: torch.Tensor) -> bool:
-        """Includes writes through ``.data``, and of equal values."""
         return storage_key(tensor) in self._written
 
     def note(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

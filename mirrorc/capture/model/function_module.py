@@ -32,11 +32,7 @@ class FunctionModule(nn.Module):
 
 
 def module_of_function(function: Callable[..., Any], modules: nn.Module | Sequence[nn.Module]) -> FunctionModule:
-    """A module with the function's name and signature.
-
-    Raises:
-        TypeError: ``modules`` are not modules, or there are none.
-    """
+    """A module with the function's name and signature."""
     of_function = [modules] if isinstance(modules, nn.Module) else modules
     are_modules = isinstance(of_function, Sequence) and all(isinstance(m, nn.Module) for m in of_function)
     if not are_modules or not of_function:

@@ -40,7 +40,6 @@ class ModelState:
     Attributes:
         tensors: parameters and buffers by their first name in the model; ``loss_fn.`` precedes names in a loss module.
         names: the key in ``tensors`` for each name in `TracedLoss`; tied weights have several names.
-        named_modules: those of the model and of a loss module, with their paths.
     """
 
     def __init__(

@@ -105,11 +105,6 @@ def capture_program(
 
     Args:
         optimizers: None without updates; then all parameters that require gradients get them.
-
-    Raises:
-        SizesGivenUp: ``symbolic`` dimensions cannot be symbolic.
-        CaptureError: the model cannot be captured.
-        ValueError: the model reads a variable that was added after `mirrorc.compile`.
     """
     model_name = type(traced_loss.model).__name__
     front_end = front_end or front_end_named(AUTO)

@@ -50,7 +50,6 @@ class CapturedGraph:
     Attributes:
         graph: placeholders are arguments; `mirrorc.ir.ops.read` nodes read variables. The output is a dict of ``loss``
             (None in an evaluation), ``gradients`` by parameter, and ``writes`` by buffer.
-        constants: tensors other than variables, by name.
         sparse: parameters with sparse gradients in torch.
         size_keys: the key of each SIZE argument, in order; None for an unused argument.
     """
@@ -356,7 +355,7 @@ def capture(
     decompositions: Decompositions,
     outside: OutsideNames,
 ) -> CapturedGraph:
-    """``variable_names`` maps names of parameters and buffers to variables; tied weights have several names."""
+    """``variable_names`` maps names of parameters and buffers to variables."""
     with tracing(call) as stack:
         traced = front_end.trace(stack, call, leaves, decompositions)
     model_name, names = type(call.model).__name__, outside.names_of(traced.joint.outside, {*variable_names.values()})

@@ -144,7 +144,6 @@ class SymbolicSizes:
 
     Attributes:
         graphs: the symbols of each graph, and the keys of its SIZE arguments.
-        shard_of_replica: the index of each replica's graph; None without examples.
         microbatches: the sizes of each replica's microbatches, which share one graph; empty for whole shards.
     """
 

@@ -28,10 +28,6 @@ class SavedChoices:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads a `state_dict`. If its run had other numbers of devices, it is ignored, because these need a new
         measurement.
-
-        Raises:
-            TypeError, ValueError: ``state`` is malformed.
-            ExecutionError: this step has already made another choice.
         """
         names = _checked(state)
         if names is None or state[_DEVICES] != self.devices or names == self._exchange.names:

@@ -36,7 +36,6 @@ class JointGraph:
         tangent, loss: None without backward; an evaluation's loss is in ``outputs``.
         gradients: by parameter; None if the parameter gets no gradient.
         gradients_of_leaves: by the index of the tensor argument; None if it gets no gradient.
-        buffer_writes: the new value, by buffer.
         written_inputs: other writes: ("parameter", name), ("argument", index), or ("buffer", name) with a gradient.
         looked_up: parameters with only ``sparse=True`` lookups.
         sizes: None if all sizes are constants.

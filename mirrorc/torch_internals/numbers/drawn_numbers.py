@@ -46,11 +46,7 @@ class Generators:
 
 
 class DrawnNumbers:
-    """The random numbers of a trace, in order. Guards and graphs read them from the module's list ``drawn``.
-
-    Attributes:
-        after: the generators' states after the last draws.
-    """
+    """The random numbers of a trace, in order. Guards and graphs read them from the module's list ``drawn``."""
 
     def __init__(self, module: nn.Module) -> None:
         self.calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []

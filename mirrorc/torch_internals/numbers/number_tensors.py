@@ -47,7 +47,7 @@ _FULL = _MADE | frozenset(["full", "full_like", "new_full", "scalar_tensor"])
 
 
 def take_numbers_as_tensors(traced: fx.GraphModule, trace: NumberTrace) -> HostNumbers | None:
-    """Replaces a graph's numbers by buffers. Returns the numbers, or None if there are none.
+    """Replaces a graph's numbers by buffers.
 
     Raises:
         NumbersGivenUp: a tensor cannot replace a number.

@@ -380,11 +380,7 @@ class SavedSizes:
         self.fake_mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
 
     def size(self, text: str) -> Size:
-        """Reads a size that `text` has written.
-
-        Raises:
-            ValueError: the text is not an expression of the symbols.
-        """
+        """Reads a size that `text` has written."""
         try:
             expression = self._expression(ast.parse(text, mode="eval").body)
             return int(expression) if expression.is_Integer else size_of_key(expression, self.fake_mode)

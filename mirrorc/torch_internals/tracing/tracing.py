@@ -76,8 +76,6 @@ def trace_full_graph(
 
     Args:
         leaves: the tensor arguments; dimensions marked by `mark_symbolic` get symbols.
-        makes_arguments: builds the containers of forward's arguments; or None.
-        constants: numpy's numbers that cannot be inputs; None for all.
         guards_results: guard Python values that forward only returns.
         takes_draws: Python's random draws become inputs, read from the module's list ``drawn``.
 

@@ -134,7 +134,7 @@ def _memory_of(program: Program, parts: BucketParts, value: Any) -> Iterator[_Me
 
 
 def _written(node: fx.Node) -> Iterator[_Memory]:
-    """The memory that a node writes. A reduction writes its buckets until its wait."""
+    """A reduction writes its buckets until its wait."""
     yield from ((PARAMETERS, index, 0) for index in written_buckets(node))
     if node.target in (ops.pack, ops.add_accumulated) or node.target in ops.EXCHANGES or node.target in ops.REDUCTIONS:
         yield GRADIENTS, bucket_of(node), pack_of(node)

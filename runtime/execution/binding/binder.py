@@ -62,16 +62,9 @@ binds_waits: Handlers[Callable[[Binder, int, fx.Node], Any]] = Handlers("wait fo
 class Binder:
     """The functions of a lowered program's nodes, for the current layout of memory.
 
-    Args:
-        constants: see `Executor`.
-        progress: see `progress_of`.
-        unused: see `UsedVariables.unused`.
-
     Attributes:
         visitors: (wait, node that reads its share) -> the visitor that runs the node part by part.
         deferred: wait -> its gradients of embedding tables that are deferred until the update.
-        all_deferred: the values of ``deferred`` for the current layout.
-        pieces: pieces of all shares with factored gradients.
         summed_pieces: the ``pieces`` whose memory other workers' sums may overwrite.
     """
 

@@ -43,7 +43,6 @@ class CommitPoint:
 
     Args:
         settle: called by each replica after the commit, before the updates.
-        workers: None for a process that trains alone.
     """
 
     def __init__(
@@ -143,10 +142,6 @@ class CommitPoint:
 
         Returns the replicas' numbers, [number, replica], or the workers' numbers, see
         `mirrorc.runtime.workers.protocol.vote.Columns`; None without numbers.
-
-        Raises:
-            Aborted: the step is stopped.
-            CommunicationError: other replicas did not arrive in time.
         """
         self._rendezvous.await_replicas(replica, self._all)
         met = self._met(replica)

@@ -144,7 +144,6 @@ class CheckedCommit(CommitPoint):
         return Vote(decision is TAKES_PLACE, has_sound_sums, numbers)
 
     def _refuse(self) -> None:
-        """Lets all workers skip the step, or raises an error that is equal on all workers."""
         if self._skips:
             return
         assert self._workers is not None, "alone, a fault raises before the decision"

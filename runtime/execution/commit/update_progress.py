@@ -87,10 +87,6 @@ class UsedVariables:
 
     A parameter with an accumulated gradient counts as used. So does a parameter in a bucket with partial exchange,
     because sent elements may be of an earlier step.
-
-    Attributes:
-        next: filled by the next run.
-        last: filled by the last run.
     """
 
     def __init__(self, program: Program, state: ProgramState) -> None:

@@ -142,7 +142,6 @@ class PartOptimizer:
         Args:
             ranges: start and stop of each range. Without ranges, only the scalars advance.
             numbers: scalars of the state; None if this step creates the state.
-            divisor: as in `FlatOptimizer.update`.
         """
         self._note_addresses(self._whole.state)
         state: dict[str, Any] = {}

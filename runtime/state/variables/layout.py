@@ -212,7 +212,6 @@ def allocate_per_replica(
     devices: Sequence[Device],
     counted: Collection[str],
 ) -> None:
-    """Allocates buffers of one dtype side by side, so that one addition aggregates them."""
     kinds: dict[tuple[torch.dtype, Aggregation], list[Variable]] = {}
     for variable in variables:
         kinds.setdefault((variable.dtype, variable.aggregation), []).append(variable)

@@ -26,7 +26,6 @@ class StepVariables:
 
     Args:
         names: the step's name -> the store's name.
-        owner: the number of the step's optimizers in the store.
     """
 
     def __init__(
@@ -179,11 +178,6 @@ class SavedBuffers:
         return saved
 
     def load_state_dict(self, state: Mapping[str, Any], store: StepVariables) -> None:
-        """Loads the result of `state_dict`.
-
-        Raises:
-            TypeError, ValueError: the state is malformed, or of another model or number of devices.
-        """
         self.check(state, store)
         copies = {name: _copied(buffer) for name, buffer in state.items()}
         store.load_buffers({name: buffer for name, buffer in copies.items() if name in store.tensors})

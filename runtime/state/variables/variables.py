@@ -147,9 +147,6 @@ class VariableStore:
     aggregate. The user's writes between steps are detected and mirrored.
 
     Several steps may hold a store, see `step_variables`; ``owner`` is the number of a step's optimizers.
-
-    Attributes:
-        loaded_buffers: see `SavedBuffers`.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], devices: Sequence[Device]) -> None:
@@ -328,9 +325,6 @@ class VariableStore:
         """Mirrors the user's writes since the last step. Returns True if a variable has new memory.
 
         Parameters with ids in ``stepped`` count as written.
-
-        Raises:
-            ValueError: a variable has a new shape or dtype, or shares memory with another one.
         """
         watched = self._watched
         changed = [name for name, its in watched.items() if its.has_changed() or id(its.tensor) in stepped]

@@ -127,7 +127,6 @@ class Exchanges(Communicator):
     Args:
         packs: the exchanged packs, or the buckets if none is cut: a name for messages, by number.
         made: for each pack of factors, the elements that each device computes, as (start, stop).
-        sharded: numbers of the buckets whose updates are sharded over workers.
     """
 
     link = "gloo"
@@ -291,11 +290,7 @@ _KINDS: Mapping[str, type[Exchanges]] = {kind.link: kind for kind in (Exchanges,
 
 
 def exchanges_of(program: Program, team: Team | None) -> dict[str, Exchanges]:
-    """Communicators between workers, by link; empty without exchanges or without a team.
-
-    Raises:
-        ExecutionError: the link between workers is unknown, or the devices' link has no common sum.
-    """
+    """Communicators between workers, by link; empty without exchanges or without a team."""
     graph = next(iter(program.device_graphs.values())).graph
     launches = list(calls_to(graph, *ops.BETWEEN_WORKERS))
     if not launches or team is None:

@@ -64,13 +64,7 @@ class JointLaunches:
             done(None)
 
     def wait(self, tag: Hashable, replica: int, subject: str) -> None:
-        """Makes a device wait until a collective is done.
-
-        Raises:
-            Aborted: another device, or another worker, has failed.
-            LostConnectionError: the collective has failed, or took too long.
-            PayloadError: the user's payload has failed on this worker.
-        """
+        """Makes a device wait until a collective is done."""
         try:
             error = self._inboxes[tag][replica].get(timeout=self._timeout_seconds + _SLACK_SECONDS)
         except queue.Empty:

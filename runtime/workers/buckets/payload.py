@@ -54,12 +54,7 @@ class SentPayload(SeveralRounds):
         return self
 
     def wait(self) -> None:
-        """Runs the payload, in the lane's thread.
-
-        Raises:
-            ConnectionError: another worker is gone.
-            PayloadError: the user's code failed.
-        """
+        """Runs the payload, in the lane's thread."""
         try:
             with torch.no_grad():
                 self._exchange(Collectives(self._group, self._num_workers))

@@ -44,7 +44,6 @@ class WorkerValues:
         self._rows: dict[int, dict[int, int]] = {number: {} for number in self._meetings}
 
     def arrive(self, node: fx.Node, replica: int, value: torch.Tensor | None = None) -> None:
-        """Leaves a copy of a value, because the next region may overwrite it; never blocks."""
         number = number_of(node)
         copy = value.clone(memory_format=torch.contiguous_format) if value is not None else None
         with self._joint.lock:

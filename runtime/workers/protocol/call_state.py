@@ -16,7 +16,6 @@ class Progress:
 
     Attributes:
         call: number of the call; 0 before the first.
-        num_buckets: buckets sent in this call.
     """
 
     call: int = 0
@@ -64,10 +63,7 @@ def least_far(everyone: Mapping[int, Progress]) -> int | None:
 
 
 class CallStage(enum.StrEnum):
-    """Stages of a training call.
-
-    An early commit passes VOTING_EARLY, UPDATING and UPDATED. A call that all workers refuse ends in REFUSED.
-    """
+    """An early commit passes VOTING_EARLY, UPDATING and UPDATED. A call that all workers refuse ends in REFUSED."""
 
     BEFORE = "before"  # other workers have no vote of this worker
     REFUSED = "refused"  # all workers raise the same error

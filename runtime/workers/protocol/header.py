@@ -33,7 +33,6 @@ class Header:
         seed: only worker 0's seed is used.
         kind: see `kind_of`; a guess by a worker that has left its loop. `BESIDES` for a call that does not train,
             `TURN` for an exchange before a call.
-        num_accumulated: examples of the accumulated calls.
         parameters: digest of parameters whose optimizers are not element-wise; 0 for none.
         num_steps: steps so far; they decide when replicas are compared.
         has_left: 1 if this worker's loop has ended, and it only joins calls of others.
@@ -100,10 +99,7 @@ class Agreement:
         takes_over: all workers receive the source's values, and exchange headers again.
         source: the source's rank; 0 without one.
         tells_hyperparameters: the source broadcasts hyperparameters to workers whose loop has ended.
-        is_over: the loops of all workers have ended.
         deals_anew: all workers gather the optimizer state, to shard it again.
-        turn: number of the next step, for a call of several steps.
-        batches: digests of the workers' batches by rank.
     """
 
     num_examples: int

@@ -46,9 +46,6 @@ class StepWatcher:
     Args:
         on_failure: a method, weakly referenced. The detector's thread calls it with each published failure, in order.
             The failure names this worker if the others have given up on it.
-
-    Raises:
-        CommunicationError: the store does not answer.
     """
 
     def __init__(self, store: Any, workers: Sequence[Worker], rank: int, on_failure: Callable[[Failure], None]) -> None:

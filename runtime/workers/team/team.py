@@ -119,9 +119,6 @@ class Team:
         Args:
             is_whole, torn: see `FailedCalls.explain`.
             has_left: this worker's loop has ended. It then waits for the others without a timeout.
-
-        Raises:
-            CommunicationError: another worker has failed.
         """
         self._call.begin()
         self._watcher.local_progress = self._watcher.local_progress.begun(self._call.number)
@@ -168,7 +165,6 @@ class Team:
 
         Args:
             facts: facts behind header fields, for the message if workers differ.
-            counts: row counts of this worker's factors.
             gathered_rows: this worker's `gathered_rows`, as many as on other workers with matching programs.
 
         Raises:
@@ -229,9 +225,6 @@ class Team:
 
         Args:
             is_early: sums, or parameters updated by other workers, arrive between the vote and `end_updates`.
-
-        Raises:
-            CommunicationError: workers find different sums finite, or a worker has failed.
         """
         call = self._call
         message = vote.to_message(columns)

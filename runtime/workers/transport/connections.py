@@ -36,14 +36,7 @@ def await_all(
     is_over: Callable[[], bool],
     may_wait_on: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Waits until all workers have reached a call. Unlike gloo's rendezvous, signals can interrupt this wait.
-
-    Args:
-        may_wait_on: called at each timeout; returns True to wait once more.
-
-    Raises:
-        LostConnectionError: a worker is missing.
-    """
+    """Waits until all workers have reached a call. Unlike gloo's rendezvous, signals can interrupt this wait."""
     answer = functools.partial(answered, seconds=patience(timeout_seconds))
     everyone = [f"come {rank}" for rank in range(cluster.num_workers)]
     late = LostConnectionError("not all workers came to this call")
@@ -66,11 +59,7 @@ def await_all(
 def all_texts(
     store: Any, cluster: Cluster, text: str, timeout_seconds: float, is_over: Callable[[], bool]
 ) -> list[str]:
-    """Exchanges a text with all workers; returns the texts by rank. A repeated call must send the same text.
-
-    Raises:
-        LostConnectionError: a worker sent nothing.
-    """
+    """Exchanges a text with all workers; returns the texts by rank. A repeated call must send the same text."""
     answer = functools.partial(answered, seconds=patience(timeout_seconds))
     keys = [f"text {rank}" for rank in range(cluster.num_workers)]
     answer(lambda: store.set(keys[cluster.rank], text))
@@ -167,11 +156,7 @@ class Connections:
         return any(lane.is_broken for lane in list(self._lanes))
 
     def open(self, call: int, is_over: Callable[[], bool], may_wait_on: Callable[[], bool] = lambda: False) -> None:
-        """Opens closed lanes when all workers have reached a call.
-
-        Raises:
-            LostConnectionError: a worker has failed, has ended, or does not come in time.
-        """
+        """Opens closed lanes when all workers have reached a call."""
         if self._lanes:
             return
         store, seconds = self.part_of_store(f"call {call}"), self._timeout_seconds
@@ -190,11 +175,7 @@ class Connections:
             self._lanes.append(open_lane("values", store, self._cluster, self._timeout_seconds, _HOST, is_over))
 
     def part_of_store(self, name: str) -> Any:
-        """The store with a prefix, over a separate connection.
-
-        Raises:
-            LostConnectionError: the store does not answer.
-        """
+        """The store with a prefix, over a separate connection."""
 
         try:
             return distributed.PrefixStore(name, OwnConnection(self._store, patience(self._timeout_seconds)).store)

@@ -46,9 +46,6 @@ class Lane:
     """Launches collectives over NCCL or gloo, and reports their ends in the order of launches.
 
     A thread of the lane waits for the collectives, because their waits ignore signals and timeouts.
-
-    Raises:
-        RuntimeError: the workers did not meet in time, or the store was lost.
     """
 
     def __init__(
@@ -87,9 +84,6 @@ class Lane:
         """Launches a collective and waits for it. Ctrl-C ends the wait, but not the collective.
 
         ``may_wait_on`` is called at each timeout; it returns True to wait once more.
-
-        Raises:
-            LostConnectionError: the collective has failed, or timed out.
         """
         outcomes: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         self.launch(collective, outcomes.put)
