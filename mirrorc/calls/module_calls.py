@@ -53,7 +53,7 @@ class ModuleCalls:
         self._coordinator, self._modes, self._exclusively = coordinator, modes, exclusively
         self._reduction = reduction
         self._alone = Coordinator(timeout_seconds)  # for forward, which workers run alone
-        self._have_met = coordinator.team is None
+        self._have_met = self._have_chosen = coordinator.team is None
         self._meets = False  # whether a forward has exchanged values with other workers
         self._last_share = -1, 1.0  # the number of the last backward, and the weight of this worker in it
         self._warns_of_shares = True
@@ -104,8 +104,8 @@ class ModuleCalls:
         compiled, shards = self._specialization_for(call, shards, purpose)
         meets = compiled.executor.meets_workers
         self._meets |= meets
-        if compiled.backward is not None and not (meets or self._have_met):
-            compiled, shards = self._take_over_values(call, shards)
+        if compiled.backward is not None and not meets and (not self._have_met or self._is_to_choose(compiled)):
+            compiled, shards = self._take_over_values(compiled, call, shards)
         coordinator = self._coordinator if meets else self._alone
         with coordinator.call():
             if meets:
@@ -129,7 +129,7 @@ class ModuleCalls:
         try:
             return self._specializer.specialization_for(call, shards, purpose=purpose)
         except Exception:
-            if purpose is Purpose.FORWARD and (self._meets or not self._have_met):
+            if purpose is Purpose.FORWARD and (self._meets or not (self._have_met and self._have_chosen)):
                 with self._coordinator.call():
                     raise
             raise
@@ -140,10 +140,14 @@ class ModuleCalls:
             return outputs
         return compiled.outputs.of_no_examples(compiled.executor.program.devices[0].torch_device)
 
-    def _take_over_values(self, call: Call, shards: Shards) -> tuple[Specialization, Shards]:
-        """In the first call, workers choose how they exchange gradients, and all receive the chief's values."""
+    def _is_to_choose(self, compiled: Specialization) -> bool:
+        """True in the first forward whose backward exchanges gradients: workers then choose how they do this."""
+        return not self._have_chosen and self._specializer.choices.are_open_for(compiled.executors[-1].program)
+
+    def _take_over_values(self, compiled: Specialization, call: Call, shards: Shards) -> tuple[Specialization, Shards]:
+        """In the first call, all receive the chief's values."""
         with self._coordinator.call():
-            compiled, shards = self._chosen_by_all(call, shards)
+            compiled, shards = self._chosen_by_all(compiled, call, shards)
             assert compiled.backward is not None, "another choice changes nothing but the passes"
             executor = compiled.backward.executor
             while self._exchange_header(compiled, call, shards, of_backward=True) is not None:
@@ -154,15 +158,18 @@ class ModuleCalls:
         self._have_met = True
         return compiled, shards
 
-    def _chosen_by_all(self, call: Call, shards: Shards) -> tuple[Specialization, Shards]:
+    def _chosen_by_all(self, compiled: Specialization, call: Call, shards: Shards) -> tuple[Specialization, Shards]:
+        if not self._is_to_choose(compiled):
+            return compiled, shards
         with self._specializer.choices.in_call():
-            return self._specializer.specialization_for(call, shards, purpose=Purpose.FORWARD)
+            chosen = self._specializer.specialization_for(call, shards, purpose=Purpose.FORWARD)
+        self._have_chosen = True
+        return chosen
 
     def _meet_in_forward(
         self, compiled: Specialization, call: Call, shards: Shards, purpose: Purpose
     ) -> tuple[Specialization, Shards]:
-        if not self._have_met and purpose is Purpose.FORWARD:
-            compiled, shards = self._chosen_by_all(call, shards)
+        compiled, shards = self._chosen_by_all(compiled, call, shards)
         while (retry := self._exchange_header(compiled, call, shards, of_backward=False)) is not None:
             if retry.rows_elsewhere is not None:
                 self._specializer.note_rows(call, shards, purpose, retry.rows_elsewhere)
@@ -181,7 +188,7 @@ class ModuleCalls:
         self._coordinator.note_call(call)
         executor = compiled.executors[-1 if of_backward else 0]
         later = compiled.backward.executor if compiled.backward is not None and not of_backward else None
-        rows = compiled.row_counts(shards, of_backward=of_backward)
+        rows = compiled.row_counts(shards) if of_backward else ()  # forward sends no factors
         return self._coordinator.exchange_header(executor, shards.num_examples, rows, backward=later)
 
     def _backward(self, run: ForwardRun, tangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

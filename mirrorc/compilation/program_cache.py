@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mirrorc.analysis.gradients.sent_factors import Counts, CountsOfReplicas, row_counts
+from mirrorc.analysis.gradients.sent_factors import Counts, row_counts
 from mirrorc.capture.call.call_arguments import Call, Structure
 from mirrorc.capture.call.recompile_reasons import FIRST_CALL, CallKind, changes_since, changing_arguments
 from mirrorc.capture.call.shards import Shards, SymbolicDims
@@ -125,18 +125,13 @@ class Specialization:
         return sizes
 
     @functools.cached_property
-    def _row_counters(self) -> list[Callable[[Shards], Counts]]:
-        return [self._row_counter(row_counts(executor.program)) for executor in self.executors]
-
-    def _row_counter(self, counts: CountsOfReplicas) -> Callable[[Shards], Counts]:
+    def row_counts(self) -> Callable[[Shards], Counts]:
+        """The numbers of rows in the factors that this worker sends, for shards; of backward, if it is a program of its own."""
+        counts = row_counts(self.executors[-1].program)
         if self.sizes is not None and counts:
             return self.sizes.sizes_for(counts)
         numbers = tuple([size_now(count) for _, count in counts])
         return lambda _: numbers
-
-    def row_counts(self, shards: Shards, *, of_backward: bool = False) -> Counts:
-        """The numbers of rows in the factors that this worker sends."""
-        return self._row_counters[-1 if of_backward else 0](shards)
 
     def fits(self, shards: Shards) -> bool:
         return self.sizes is not None and self.sizes.of_shards(shards) is not None

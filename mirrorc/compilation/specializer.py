@@ -24,7 +24,7 @@ from mirrorc.compilation.call_kind import Purpose
 from mirrorc.compilation.choices.worker_choices import WorkerChoices
 from mirrorc.compilation.program_cache import Key, Specialization, Specializations
 from mirrorc.compilation.step_compiler import StepCompiler
-from mirrorc.errors import CaptureError
+from mirrorc.errors import CaptureError, CommunicationError
 from mirrorc.messages.problem import problem
 from mirrorc.options.dynamic_shapes import why_sizes_are_numbers
 from mirrorc.options.step_options import StepOptions
@@ -170,7 +170,7 @@ class Specializer:
                     self.sizes.note_program(call, about, symbolic, has_microbatches=bool(shards.microbatches))
                     return new
                 why = "shards of these sizes need other graphs"
-            except (LoneExampleError, HooksMissingError):
+            except (LoneExampleError, HooksMissingError, CommunicationError):
                 raise
             except Exception as error:
                 logger.debug("not compiled with symbolic sizes", exc_info=error)

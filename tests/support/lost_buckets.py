@@ -19,13 +19,14 @@ import mirrorc
 from mirrorc.options.table import grouped
 from mirrorc.packing import ByBytes
 from mirrorc.runtime.state.optimizers.flat_optimizer import FlatOptimizer
+from mirrorc.runtime.workers.transport.connections import BUCKETS
 
 _LONGEST_SECONDS = 60.0
 
 
 def _hold_back(step: Any, strike: Callable[[list[Any]], None], num_passing: int) -> None:
     """Lets the step's next call send so many messages of buckets; then, in a thread, calls ``strike`` with what ends others."""
-    lane = step._coordinator.team.connections.buckets
+    lane = step._coordinator.team.connections.lanes[BUCKETS]
     real, held, num_sent = lane.launch, [], 0
 
     def launch(collective: Any, done: Any) -> None:

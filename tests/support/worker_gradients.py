@@ -70,7 +70,7 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
         loss.backward()
         return loss.detach()
 
-    found: dict[str, Any] = {"losses": [], "gradients": [], "errors": []}
+    found: dict[str, Any] = {"losses": [], "gradients": [], "errors": [], "compilations": []}
     with contextlib.closing(step):
         for number, (kind, *call) in enumerate(given["calls"]):
             kind = call.pop()[rank] if kind == "unlike" else kind
@@ -88,6 +88,10 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
                 elif kind == "evaluates":
                     with torch.no_grad():
                         step(batch(number, rank, call[0][rank])[0])
+                elif kind == "frozen":  # the batch gets a gradient
+                    model.requires_grad_(False)
+                    step(batch(number, rank, call[0][rank])[0].requires_grad_()).sum().backward()
+                    model.requires_grad_(True)
                 elif kind == "joined":
                     with step.join():
                         compute(number, *call)
@@ -97,6 +101,8 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
                 found["errors"].append(str(error))
                 worker_training._is_full = False
             found["gradients"].append(_gradients_of(model))
+            if given.get("is_module"):
+                found["compilations"].append(step._calls._specializer.num_compilations.total())
         found["values"] = values_of(model)
         if given.get("is_module"):
             buckets = step.programs[1].buckets
@@ -124,7 +130,7 @@ def reference(given: Mapping[str, Any], skips: int | None = None) -> dict[str, A
             losses.append(compute(number, call[1]).item())
             optimizer.step()
             optimizer.zero_grad()
-        elif call[0] == "evaluates":
+        elif call[0] in ("evaluates", "frozen"):
             with torch.no_grad():
                 model(whole(number, call[1])[0])
         else:

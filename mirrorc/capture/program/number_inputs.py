@@ -181,7 +181,8 @@ class SymbolicSizes:
             of_replica.setdefault(replica, []).append(size)
         functions = {}
         for replica, wanted in of_replica.items():
-            arguments = self.graphs[self.shard_of_replica[replica] or 0][0]
+            shard = self.shard_of_replica[replica]
+            arguments = self.graphs[shard][0] if shard is not None else None
             if arguments is not None:
                 functions[replica] = arguments.sizes_for(wanted)
 

@@ -98,6 +98,9 @@ def _is_carried(link: str) -> bool:
 def _gatherable(program: Program, link: str, least_elements: int) -> Iterator[Gatherable]:
     number = program.num_replicas
     for gradient in sendable(program, least_elements):
+        update = program.variables[gradient.variable].update
+        if update is None or update.leaves_whole_gradient:
+            continue  # of all devices, only replica 0 needs it
         sizes = [sum(rows.numel() * rows.itemsize for rows in fake_rows(part) or ()) for part in gradient.of_shards]
         of_replicas = [sum(sizes[shard] for shard in program.graphs_run_by(r)) for r in range(number)]
         whole = gradient.value.numel() * gradient.value.itemsize

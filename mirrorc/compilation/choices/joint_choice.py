@@ -25,7 +25,7 @@ class JointChoice(ABC):
         self._options, self._team = options, team
         self._sent: str | None = None  # a repeated proposal must be the same
         self._is_joint = False  # the decision follows from the proposals of all workers
-        self._is_final = False
+        self.is_final = False
 
     @abstractmethod
     def concerns(self, program: Program) -> bool:
@@ -53,7 +53,7 @@ class JointChoice(ABC):
 
     def consider(self, program: Program, *, in_call: bool) -> None:
         """Observes a program and decides: with all workers within a training call, else alone."""
-        if self._is_final or not self.concerns(program):
+        if self.is_final or not self.concerns(program):
             return
         if self._sent is None:
             self.observe(program)
@@ -61,14 +61,14 @@ class JointChoice(ABC):
             self.settle()
         else:
             self.decide([self.propose()] * self._options.program_workers.num_workers)
-            self._is_final = self._team is None
+            self.is_final = self._team is None
 
     def settle(self) -> None:
         """Exchanges proposals and decides, once. Blocks until all workers come."""
-        if self._is_final or self._team is None:
+        if self.is_final or self._team is None:
             return
         self._sent = self.propose() if self._sent is None else self._sent
         proposals = self._team.control.first_texts(self.subject, self._sent)
         with self._team.control.raising_alike():
             self.decide(proposals)
-        self._is_joint = self._is_final = True
+        self._is_joint = self.is_final = True

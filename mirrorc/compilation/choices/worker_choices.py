@@ -29,6 +29,9 @@ class WorkerChoices:
         finally:
             self._in_call = False
 
+    def are_open_for(self, program: Program) -> bool:
+        return any(choice.concerns(program) and not choice.is_final for choice in self._choices)
+
     def settle(self, program: Program) -> None:
         for choice in self._choices if self._in_call else ():
             if choice.concerns(program):

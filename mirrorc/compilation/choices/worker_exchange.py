@@ -10,7 +10,7 @@ import torch
 
 from mirrorc.analysis.cost.link_speed import Candidate
 from mirrorc.analysis.gradients.sent_factors import fake_rows, sendable, sent_factors
-from mirrorc.compilation.choices.exchange_decision import Figures, choose_sent_as_factors
+from mirrorc.compilation.choices.exchange_decision import Figures, choose_sent_as_factors, why_bits_differ
 from mirrorc.compilation.choices.joint_choice import JointChoice
 from mirrorc.ir import ops
 from mirrorc.ir.links import carries_between_workers, why_no_factors_for_workers
@@ -37,16 +37,17 @@ class ExchangeChoice(JointChoice):
         self._candidates: Sequence[Candidate] = ()  # of the last captured program
         self._names: tuple[str, ...] = ()
         self._remark = ""
+        self._do_bits_differ = False
         self._loaded: tuple[str, ...] | None = None
 
     @property
     def names(self) -> tuple[str, ...] | None:
         """The variables whose gradients are sent as factors; None before a choice."""
-        return self._names if self._is_final else self._loaded
+        return self._names if self.is_final else self._loaded
 
     @property
     def is_open(self) -> bool:
-        return not self._is_final and self._sent is None
+        return not self.is_final and self._sent is None
 
     def load(self, names: tuple[str, ...]) -> None:
         assert self.is_open, "what all have chosen stays"
@@ -77,9 +78,10 @@ class ExchangeChoice(JointChoice):
         workers = self._options.program_workers
         everyone = [Figures(**json.loads(text)) for text in proposals]
         self._names, self._remark = choose_sent_as_factors(self._candidates, everyone, workers, self._options.exchange)
+        self._do_bits_differ = bool(why_bits_differ(everyone, workers.devices_per_worker))
 
     def applies_to(self, program: Program) -> bool:
-        return program.workers.sent_as_factors == self._names_for(program)
+        return not program.trains or program.workers.sent_as_factors == self._names_for(program)
 
     def noted_in(self, program: Program) -> Program:
         """Raises ValueError if workers cannot send the rows that an optimizer takes."""
@@ -94,8 +96,9 @@ class ExchangeChoice(JointChoice):
         return program.with_remarks(self._remark + ("" if self._is_joint else _AS_IF_ALIKE))
 
     def _names_for(self, program: Program) -> tuple[str, ...]:
-        """Accumulated gradients are sent whole."""
+        """Accumulated gradients are sent whole, as are the user's where workers would make other bits of them."""
         is_sent = self.concerns(program) and not _accumulates(program)
+        is_sent = is_sent and not (program.leaves_gradients and self._do_bits_differ)
         return (*(self._names if is_sent else ()), *self._rows_of(program))
 
     def _rows_of(self, program: Program) -> tuple[str, ...]:
@@ -144,6 +147,9 @@ class ExchangeChoice(JointChoice):
             number = sum(size_now(rows[shard].shape[0]) for shard in graphs)
             row_bytes = sum(kind.num_bytes for kind in sent_factors(program, gradient.variable).rows)
             work = gradient.form.num_multiplications(gradient.value, 1)
+            update = program.variables[gradient.variable].update
+            if update is not None and update.leaves_whole_gradient:
+                work *= program.num_replicas  # one device makes all of it
             yield Candidate(
                 gradient.variable, self._bytes_sent(gradient.variable, gradient.value), row_bytes, number, work
             )

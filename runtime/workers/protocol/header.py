@@ -182,11 +182,10 @@ class KnownCounts:
 
     def __init__(self) -> None:
         self._by_digest: dict[int, Counts] = {}
+        self._digest = digest("[]")  # of the digests
 
     def noted_in(self, header: Header, counts: Counts) -> Header:
-        return replace(
-            header, num_counts=len(counts), counts=digest(repr(counts)), known=digest(repr(sorted(self._by_digest)))
-        )
+        return replace(header, num_counts=len(counts), counts=digest(repr(counts)), known=self._digest)
 
     def of_all(self, headers: Sequence[Header], counts: Counts, run_control: RunControl) -> list[Counts]:
         """Row counts of all workers, by rank. ``run_control`` runs a collective of all workers."""
@@ -202,4 +201,5 @@ class KnownCounts:
                 self._by_digest = {}  # all workers clear their caches
             for peer, numbers in zip(headers, gathered, strict=True):
                 self._by_digest[peer.counts] = tuple(map(int, numbers[: peer.num_counts]))
+            self._digest = digest(repr(sorted(self._by_digest)))
         return [self._by_digest[peer.counts] for peer in headers]
