@@ -182,9 +182,11 @@ class KnownCounts:
 
     def __init__(self) -> None:
         self._by_digest: dict[int, Counts] = {}
-        self._digest = digest("[]")  # of the digests
+        self._digest: int | None = None  # of the digests; None if they have changed since
 
     def noted_in(self, header: Header, counts: Counts) -> Header:
+        if self._digest is None:
+            self._digest = digest(repr(sorted(self._by_digest)))
         return replace(header, num_counts=len(counts), counts=digest(repr(counts)), known=self._digest)
 
     def of_all(self, headers: Sequence[Header], counts: Counts, run_control: RunControl) -> list[Counts]:
@@ -197,9 +199,9 @@ class KnownCounts:
             padded[: len(counts)] = torch.tensor(counts, dtype=torch.int64)
             gathered = [torch.empty_like(padded) for _ in headers]
             run_control(lambda group: group.all_gather(padded, gathered))
+            self._digest = None
             if len({peer.known for peer in headers}) > 1 or len(self._by_digest) > _MOST_COUNTS:
                 self._by_digest = {}  # all workers clear their caches
             for peer, numbers in zip(headers, gathered, strict=True):
                 self._by_digest[peer.counts] = tuple(map(int, numbers[: peer.num_counts]))
-            self._digest = digest(repr(sorted(self._by_digest)))
         return [self._by_digest[peer.counts] for peer in headers]
