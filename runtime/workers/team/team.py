@@ -287,6 +287,6 @@ def _leave(
     if os.getpid() != pid:
         return
     why = f", after {last_words[0]}" if last_words else cause_of_exit()  # of the script, if nobody has closed the step
-    text = f"it has closed its step, or its process has ended{why}"
+    text = f"it has closed its step or module, or its process has ended{why}"
     watcher.leave(Failure(rank, call.number + 1, text, is_final=True))
     connections.close()

@@ -305,7 +305,7 @@ def test_who_leaves_because_of_an_error_in_the_script_tells_it(found: Mapping[st
     first, second = found["leaves"][:2]
     assert second["error"] == "ValueError: the data is gone"
     assert re.search(
-        r"training call 2 has failed\n  why:  worker 1 \(.*\): it has closed its step, or its process has ended, after "
+        r"training call 2 has failed\n  why:  worker 1 \(.*\): it has closed its step or module, or its process has ended, after "
         r"ValueError: the data is gone\n  now:  No parameter was changed\n  fix:  end all workers",
         first["losses"][1],
     ), first["losses"]
